@@ -1,0 +1,2 @@
+//! The dcr program.
+fn main() {}

@@ -1,0 +1,1 @@
+//! The durable commit record: one trait, one module per store.

@@ -1,0 +1,1 @@
+//! The running owner, receiver, coordinator and relay.

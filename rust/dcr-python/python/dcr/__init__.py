@@ -1,0 +1,1 @@
+"""dcr: delta-compressed refit of vLLM servers from a Megatron trainer."""
