@@ -1,1 +1,24 @@
-//! Canonical names, bit comparison, payload format, baseline and application on raw memory: pure, no I/O.
+//! Canonical names, bit comparison, payload format, baseline and application on raw memory.
+//!
+//! Everything here is pure: no I/O, no clock, no thread, no randomness, and no tensor library. Memory that
+//! belongs to others (parameters, scratch) is reached only by [`interceptor`], whose raw-memory module is the one
+//! place of the crate with `unsafe` code.
+//!
+//! Names follow the paper: *canonical tensor*, *owner*, *item*, *payload*, *attempt*, *placeholder*,
+//! *active*, *native skip*.
+#![cfg_attr(test, allow(clippy::unwrap_used, clippy::expect_used))]
+
+// Stored bits are handed over as raw memory, and payloads are little-endian: on a big-endian host every value
+// would have to be swapped, which nothing here does.
+#[cfg(target_endian = "big")]
+compile_error!("dcr-core supports little-endian hosts only");
+
+pub mod baseline;
+pub mod classify;
+pub mod compare;
+pub mod dtype;
+mod geometry;
+pub mod interceptor;
+pub mod ownership;
+pub mod payload;
+pub mod tensor;
