@@ -32,7 +32,7 @@ impl Interceptor {
     ///
     /// # Errors
     /// A range that wraps around the address space or starts at address 0 with a length, or one that meets the
-    /// scratch.
+    /// scratch; an item that is still open.
     ///
     /// # Safety
     /// Until the next call, or until the interceptor is dropped, every range must be memory that may be read and
@@ -40,6 +40,7 @@ impl Interceptor {
     /// Ranges of another device are allowed: copies to them are never performed, as long as their views say that
     /// they are not on the CPU.
     pub unsafe fn set_resident(&mut self, ranges: Vec<ResidentRange>) -> Result<(), InterceptError> {
+        self.check_no_item()?;
         let resident = ResidentMap::new(ranges)?;
         check_disjoint(self.scratch.as_ref(), &resident)?;
         self.resident = resident;
@@ -130,7 +131,8 @@ impl Region {
         };
         let mut block = [0; 64];
         fill_pattern(&mut block, pattern);
-        bytes.chunks(64).all(|chunk| *chunk == block[..chunk.len()])
+        let (blocks, rest) = bytes.as_chunks::<64>();
+        blocks.iter().all(|chunk| *chunk == block) && block.starts_with(rest)
     }
 
     /// Writes the elements at `positions`.
@@ -227,14 +229,14 @@ pub(super) fn copy<const S: usize, const D: usize>(
             place = next;
             let dim = &outer[place];
             index[place] += 1;
-            src_at += dim.src;
-            dst_at += dim.dst;
+            src_at = src_at.wrapping_add(dim.src);
+            dst_at = dst_at.wrapping_add(dim.dst);
             if index[place] < dim.size {
                 break;
             }
             index[place] = 0;
-            src_at -= dim.src * dim.size as isize;
-            dst_at -= dim.dst * dim.size as isize;
+            src_at = src_at.wrapping_sub(dim.src.wrapping_mul(dim.size as isize));
+            dst_at = dst_at.wrapping_sub(dim.dst.wrapping_mul(dim.size as isize));
         }
     }
 }

@@ -57,7 +57,9 @@ fn decompress(compressed: &[u8], declared: u64) -> Result<Vec<u8>, PayloadError>
         return Err(memory);
     }
     // Writes at most the capacity, so a frame that holds more than it declares is an error and not more memory.
-    let found = zstd::bulk::decompress_to_buffer(compressed, &mut body).map_err(|error| failed(error.to_string()))?;
+    let found = zstd::bulk::Decompressor::new()
+        .and_then(|mut decompressor| decompressor.decompress_to_buffer(compressed, &mut body))
+        .map_err(|error| failed(error.to_string()))?;
     if found as u64 != declared {
         return Err(PayloadError::UncompressedLength { found: found as u64, declared });
     }
