@@ -170,6 +170,7 @@ REFUSED = {
     "duplicate": (payload([A, A]), "occurs twice"),
     "run_outside": (payload([changed(A, positions={"start": 7, "count": 2})]), "does not fit in 8 elements"),
     "run_overflow": (payload([changed(A, start=2**64 - 1)]), "does not fit in 8 elements"),
+    "empty_run": (payload([item("a", [4], "U8 xor", (2, 0), "")]), "run of no elements starts at 2"),
     "position_outside": (payload([changed(B, positions=[2, 5, 9])]), "position 9 is outside its 9 elements"),
     "gap_overflow": (payload([changed(B, positions=[2, 2**64 - 1, 2**64], gap_width=8)]), "its gaps add up"),
     "location_offset": (payload([changed(B, start=1)]), "its locations start at 1"),

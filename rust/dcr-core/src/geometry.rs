@@ -239,3 +239,104 @@ impl Footprint {
 pub(crate) fn meet(a: &Range<u64>, b: &Range<u64>) -> bool {
     a.start < b.end && b.start < a.end
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Every byte offset of a view, one entry a byte and element.
+    fn bytes(data: u64, width: usize, shape: Shape<'_>) -> Vec<u64> {
+        let mut starts = vec![data as i64];
+        for (size, stride) in shape.sizes.iter().zip(shape.strides) {
+            let step = stride * width as i64;
+            starts = starts.iter().flat_map(|at| (0..*size).map(move |index| at + index * step)).collect();
+        }
+        starts.iter().flat_map(|start| *start as u64..*start as u64 + width as u64).collect()
+    }
+
+    fn view() -> impl Strategy<Value = (u64, usize, Vec<i64>, Vec<i64>)> {
+        let dims = prop::collection::vec((0i64..5, -9i64..10), 0..4);
+        let small = (2000u64..2040, prop::sample::select(vec![1usize, 2, 4]), dims);
+        small.prop_map(|(data, width, dims)| {
+            let (sizes, strides) = dims.into_iter().unzip();
+            (data, width, sizes, strides)
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn footprints_agree_with_listing_every_byte(a in view(), b in view()) {
+            let list = |view: &(u64, usize, Vec<i64>, Vec<i64>)| {
+                let shape = Shape { sizes: &view.2, strides: &view.3 };
+                let all = bytes(view.0, view.1, shape);
+                let set: HashSet<u64> = all.iter().copied().collect();
+                let footprint = Footprint::new(view.0, view.1, shape);
+                (set.len() == all.len(), set, footprint)
+            };
+            let (distinct, set, footprint) = list(&a);
+            prop_assert_eq!(distinct, footprint.is_ok());
+            let (_, other, other_footprint) = list(&b);
+            if let (Ok(one), Ok(two)) = (footprint, other_footprint) {
+                let mut runs = Vec::new();
+                one.push_runs(&mut runs);
+                prop_assert_eq!(runs.len() as u64, one.runs());
+                prop_assert!(runs.windows(2).all(|pair| pair[0].end <= pair[1].start));
+                let covered: HashSet<u64> = runs.into_iter().flatten().collect();
+                prop_assert_eq!(&covered, &set);
+                if let (Some(low), Some(high)) = (set.iter().min(), set.iter().max()) {
+                    prop_assert_eq!(&one.bounds, &(*low..high + 1));
+                }
+                prop_assert_eq!(one.overlaps(&two), !set.is_disjoint(&other));
+                prop_assert_eq!(two.overlaps(&one), !set.is_disjoint(&other));
+            }
+        }
+    }
+
+    fn shape<'a>(sizes: &'a [i64], strides: &'a [i64]) -> Shape<'a> {
+        Shape { sizes, strides }
+    }
+
+    #[test]
+    fn nonsense_views_are_refused() {
+        let far = i64::MAX;
+        assert!(extent(0, 8, shape(&[far, far], &[far, far])).is_err());
+        assert!(extent(0, 8, shape(&[far; 16], &[far; 16])).is_err());
+        assert!(extent(0, 8, shape(&[far; 16], &[i64::MIN; 16])).is_err());
+        assert!(extent(0, 1, shape(&[2], &[-1])).is_err());
+        assert!(extent(u64::MAX, 2, shape(&[1], &[1])).is_err());
+        assert!(extent(0, 1, shape(&[-1], &[1])).is_err());
+        assert!(extent(0, 1, shape(&[1, 1], &[1])).is_err());
+        assert!(extent(0, 1, shape(&[1; 17], &[1; 17])).is_err());
+        assert_eq!(extent(5, 2, shape(&[0, far], &[far, far])), Ok(5..5));
+        assert_eq!(extent(5, 2, shape(&[], &[])), Ok(5..7));
+    }
+
+    #[test]
+    fn views_too_large_to_list_count_as_overlapping() {
+        // Odd and even elements of one buffer: disjoint, and decided exactly while few.
+        let few = |data| Footprint::new(data, 1, shape(&[1000], &[2])).unwrap();
+        assert!(!few(0).overlaps(&few(1)));
+        let many = |data| Footprint::new(data, 1, shape(&[3 << 20], &[2])).unwrap();
+        assert!(many(0).overlaps(&many(1)));
+        assert!(!many(0).overlaps(&many(1 << 30)));
+        // Not nested, and too many to list.
+        let unclear = Footprint::new(0, 1, shape(&[3000, 3000], &[2, 3001]));
+        assert!(unclear.is_err());
+    }
+
+    #[test]
+    fn contiguous_dimensions_merge() {
+        let merged = pair(shape(&[2, 3, 4], &[12, 4, 1]), 2, shape(&[2, 3, 4], &[12, 4, 1]), 2).unwrap();
+        assert_eq!(merged, [Dim { size: 24, src: 2, dst: 2 }]);
+        let column = pair(shape(&[4, 2], &[1, 9]), 4, shape(&[4, 2], &[2, 1]), 2).unwrap();
+        assert_eq!(column, [Dim { size: 4, src: 4, dst: 4 }, Dim { size: 2, src: 2, dst: 36 }]);
+        assert!(pair(shape(&[4, 2], &[2, 1]), 2, shape(&[2, 4], &[4, 1]), 2).is_err());
+        assert!(pair(shape(&[4], &[1]), 2, shape(&[1, 4], &[4, 1]), 2).is_err());
+        let repeated = pair(shape(&[5, 4], &[4, 1]), 2, shape(&[1, 4], &[4, 1]), 2).unwrap();
+        assert_eq!(repeated, [Dim { size: 5, src: 0, dst: 8 }, Dim { size: 4, src: 2, dst: 2 }]);
+    }
+}

@@ -142,6 +142,9 @@ fn read_item(
     meta.validate()?;
 
     let positions = match location {
+        Location::Run if count == 0 && start != 0 => {
+            return Err(PayloadError::EmptyRun { name: meta.name, start });
+        }
         Location::Run => Positions::Run { start, count },
         Location::Gaps(width) => {
             locations.expect_offset(start, &meta.name)?;

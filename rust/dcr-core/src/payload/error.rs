@@ -229,6 +229,14 @@ pub enum PayloadError {
         /// The code.
         code: u8,
     },
+    /// A run of no elements that does not start at 0.
+    #[error("tensor {name:?}: a run of no elements starts at {start}; it must start at 0")]
+    EmptyRun {
+        /// The tensor.
+        name: String,
+        /// Its start.
+        start: u64,
+    },
     /// A gap leads beyond every possible position.
     #[error("tensor {name:?}: its gaps add up to more than a position can be")]
     GapOverflow {
