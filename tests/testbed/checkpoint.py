@@ -1,6 +1,6 @@
 """A tiny random Qwen3-MoE checkpoint with its tokenizer, made without any download.
 
-The files are written by hand, not through transformers: the trainer (transformers 4) and vLLM (transformers 5)
+The files are written by hand, not through transformers: trainer (transformers 4) and vLLM (transformers 5)
 keep experts differently in memory, but both read this layout, and it is the same bits in either environment.
 
     python -m testbed.checkpoint DIR

@@ -1,0 +1,74 @@
+"""Build a model from a Hugging Face checkpoint through Megatron Bridge."""
+
+import logging
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.bridge import AutoBridge
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+
+from testbed.megatron_cpu.layers import block_spec
+
+
+def initialize(tensor_parallel: int, pipeline_parallel: int = 1, expert_parallel: int = 1) -> None:
+    """Join the gloo process group that the environment names, and lay Megatron's groups over it."""
+    # Each matrix here is tiny, and results must not depend on how many cores a machine has.
+    torch.set_num_threads(1)
+    # The Bridge tells each conversion at INFO, and megatron-core warns of everything that this machine lacks.
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_parallel,
+        pipeline_model_parallel_size=pipeline_parallel,
+        expert_model_parallel_size=expert_parallel,
+    )
+
+
+def build(checkpoint: str | Path) -> tuple[AutoBridge, list[torch.nn.Module]]:
+    """The Bridge of a checkpoint, and its model with BF16 parameters, loaded and ready for training.
+
+    The model is a list of one `DistributedDataParallel` module, as Megatron's training loop has it.
+    """
+    bridge = AutoBridge.from_hf_pretrained(str(checkpoint))
+    provider = bridge.to_megatron_provider(load_weights=True)
+    provider.tensor_model_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
+    provider.pipeline_model_parallel_size = parallel_state.get_pipeline_model_parallel_world_size()
+    provider.expert_model_parallel_size = parallel_state.get_expert_model_parallel_world_size()
+    # Training a mixture of experts with tensor parallelism requires sequence parallelism.
+    provider.sequence_parallel = provider.tensor_model_parallel_size > 1
+    provider.params_dtype = provider.pipeline_dtype = torch.bfloat16
+    provider.bf16 = True
+    for fusion in (
+        "apply_rope_fusion",
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        "cross_entropy_loss_fusion",
+        "gradient_accumulation_fusion",
+        "masked_softmax_fusion",
+        "moe_permute_fusion",
+        "persist_layer_norm",
+    ):
+        setattr(provider, fusion, False)
+    provider.moe_token_dispatcher_type = "allgather"  # "alltoall" makes a CUDA stream
+    provider.transformer_layer_spec = block_spec
+    provider.finalize()
+    (model,) = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
+    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    return bridge, [DistributedDataParallel(provider, ddp_config, model)]
+
+
+def make_optimizer(model: list[torch.nn.Module], lr: float) -> MegatronOptimizer:
+    """AdamW with FP32 master weights, as megatron-core's distributed optimizer."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=lr,
+        weight_decay=0.01,
+        clip_grad=1.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=True,
+    )
+    return get_megatron_optimizer(config, model)
