@@ -109,9 +109,10 @@ def install_with_pip(cache: Cache, folder: Path, running: Step, held_lock: int) 
     log = cache.log("tools")
     variables = pip_variables()
     pip = [folder / "bin" / "python", "-m", "pip", "install", "--no-deps", "--retries", "2"]
+    pip += ["--disable-pip-version-check", "--progress-bar", "off"]
     commands = (
         [base_interpreter(), "-m", "venv", folder],
-        [*pip, "--disable-pip-version-check", "-r", ENVIRONMENTS["tools"].lock],
+        [*pip, "-r", ENVIRONMENTS["tools"].lock],
     )
     try:
         for command in commands:
