@@ -218,13 +218,13 @@ fn signalling_half_precision_does_not_widen() {
 #[test]
 fn shapes_must_expand() {
     for encoding in ALL {
-        let cases: [(&[i64], &[i64], &[i64], &[i64]); 4] = [
-            (&[8], &[1], &[4], &[1]),
-            (&[2, 4], &[4, 1], &[4, 2], &[2, 1]),
-            (&[4], &[1], &[1, 4], &[4, 1]),
-            (&[1], &[1], &[2], &[1]),
+        let cases: [[&[i64]; 4]; 4] = [
+            [&[8], &[1], &[4], &[1]],
+            [&[2, 4], &[4, 1], &[4, 2], &[2, 1]],
+            [&[4], &[1], &[1, 4], &[4, 1]],
+            [&[1], &[1], &[2], &[1]],
         ];
-        for (to, to_strides, from, from_strides) in cases {
+        for [to, to_strides, from, from_strides] in cases {
             let mut bench = Bench::new();
             bench.begin(encoding);
             let (dst, src) = (bench.dst(0, to, to_strides), bench.src(0, from, from_strides));

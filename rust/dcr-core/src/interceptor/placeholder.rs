@@ -9,20 +9,29 @@ use crate::dtype::DType;
 ///
 /// Bits are compared, not values, so active NaNs with another payload are no obstacle.
 pub(super) fn choose(dtype: DType, values: &[u8]) -> Option<u64> {
-    candidates(dtype).iter().find_map(|range| first_unused(range, dtype.width(), values))
+    let word = match dtype.width() {
+        1 => words::<1>,
+        2 => words::<2>,
+        4 => words::<4>,
+        _ => words::<8>,
+    };
+    candidates(dtype).iter().find_map(|range| {
+        let mut used = word(values, range);
+        used.sort_unstable();
+        used.dedup();
+        let unused = range.clone().zip(&used).find(|(candidate, used)| candidate != *used);
+        unused.map(|(candidate, _)| candidate).or_else(|| range.clone().nth(used.len()))
+    })
 }
 
-fn first_unused(range: &RangeInclusive<u64>, width: usize, values: &[u8]) -> Option<u64> {
-    let mut used: Vec<u64> = values.chunks_exact(width).map(word).filter(|value| range.contains(value)).collect();
-    used.sort_unstable();
-    used.dedup();
-    let unused = range.clone().zip(&used).find(|(candidate, used)| candidate != *used);
-    unused.map(|(candidate, _)| candidate).or_else(|| range.clone().nth(used.len()))
-}
-
-/// Reads up to eight little-endian bytes.
-pub(super) fn word(bytes: &[u8]) -> u64 {
-    bytes.iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte))
+/// The values in `range`, as little-endian integers.
+fn words<const W: usize>(values: &[u8], range: &RangeInclusive<u64>) -> Vec<u64> {
+    let words = values.as_chunks::<W>().0.iter().map(|bytes| {
+        let mut word = [0; 8];
+        word.iter_mut().zip(bytes).for_each(|(to, from)| *to = *from);
+        u64::from_le_bytes(word)
+    });
+    words.filter(|word| range.contains(word)).collect()
 }
 
 fn candidates(dtype: DType) -> &'static [RangeInclusive<u64>] {

@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
 use std::slice;
 
-use super::op::Op;
+use super::op::{BLOCK, Op};
 use super::resident::{ResidentMap, ResidentRange};
 use super::{InterceptError, Interceptor};
 use crate::geometry::Dim;
@@ -135,17 +135,18 @@ impl Region {
         blocks.iter().all(|chunk| *chunk == block) && block.starts_with(rest)
     }
 
-    /// Writes the elements at `positions`.
+    /// Writes the elements at `positions`, of `width` bytes each.
     pub fn write(&mut self, positions: &Positions, values: &[u8], width: usize) {
         let len = self.len() as usize;
         let Some(bytes) = self.bytes_mut(0, len) else {
             return;
         };
-        for_elements(positions, width, |at, index| {
-            if let (Some(to), Some(from)) = (bytes.get_mut(at), values.get(index)) {
-                to.copy_from_slice(from);
-            }
-        });
+        match width {
+            1 => scatter::<1>(bytes, positions, values),
+            2 => scatter::<2>(bytes, positions, values),
+            4 => scatter::<4>(bytes, positions, values),
+            _ => scatter::<8>(bytes, positions, values),
+        }
     }
 
     /// Writes `pattern` at `positions` and returns whether every element there still had its value.
@@ -154,30 +155,57 @@ impl Region {
         let Some(bytes) = self.bytes_mut(0, len) else {
             return positions.is_empty();
         };
-        let mut intact = true;
-        for_elements(positions, pattern.len(), |at, index| {
-            let count = at.len() / pattern.len();
-            if let (Some(to), Some(from)) = (bytes.get_mut(at), values.get(index)) {
-                intact &= to == from;
-                (0..count).for_each(|i| to[i * pattern.len()..][..pattern.len()].copy_from_slice(pattern));
-            }
-        });
-        intact
+        match pattern.len() {
+            1 => unscatter::<1>(bytes, positions, values, pattern),
+            2 => unscatter::<2>(bytes, positions, values, pattern),
+            4 => unscatter::<4>(bytes, positions, values, pattern),
+            _ => unscatter::<8>(bytes, positions, values, pattern),
+        }
     }
 }
 
-/// Calls `f` with byte ranges in the tensor and in the values for each stretch of positions.
-fn for_elements(positions: &Positions, width: usize, mut f: impl FnMut(Range<usize>, Range<usize>)) {
+/// The elements of a run.
+fn stretch<const W: usize>(bytes: &mut [u8], start: u64, count: u64) -> &mut [[u8; W]] {
+    let end = start.saturating_add(count) as usize;
+    bytes.as_chunks_mut::<W>().0.get_mut(start as usize..end).unwrap_or_default()
+}
+
+fn scatter<const W: usize>(bytes: &mut [u8], positions: &Positions, values: &[u8]) {
+    let values = values.as_chunks::<W>().0;
     match positions {
         Positions::Run { start, count } => {
-            let (start, len) = (*start as usize * width, *count as usize * width);
-            f(start..start + len, 0..len);
+            stretch(bytes, *start, *count).iter_mut().zip(values).for_each(|(to, value)| *to = *value);
         }
         Positions::Scattered(positions) => {
-            for (index, position) in positions.iter().enumerate() {
-                let (at, index) = (*position as usize * width, index * width);
-                f(at..at + width, index..index + width);
+            let elements = bytes.as_chunks_mut::<W>().0;
+            for (position, value) in positions.iter().zip(values) {
+                if let Some(to) = elements.get_mut(*position as usize) {
+                    *to = *value;
+                }
             }
+        }
+    }
+}
+
+fn unscatter<const W: usize>(bytes: &mut [u8], positions: &Positions, values: &[u8], pattern: &[u8]) -> bool {
+    let (values, pattern) = (values.as_chunks::<W>().0, pattern.first_chunk::<W>().unwrap_or(&[0; W]));
+    match positions {
+        Positions::Run { start, count } => {
+            let elements = stretch(bytes, *start, *count);
+            let intact = elements == values;
+            elements.fill(*pattern);
+            intact
+        }
+        Positions::Scattered(positions) => {
+            let elements = bytes.as_chunks_mut::<W>().0;
+            let mut intact = true;
+            for (position, value) in positions.iter().zip(values) {
+                if let Some(at) = elements.get_mut(*position as usize) {
+                    intact &= at == value;
+                    *at = *pattern;
+                }
+            }
+            intact
         }
     }
 }
@@ -275,17 +303,19 @@ unsafe fn line<const S: usize, const D: usize>(op: &impl Op<S, D>, dst: *mut u8,
         let to = unsafe { slice::from_raw_parts_mut(dst, dim.size * D) };
         return op.run(to, from);
     }
-    // Sparse items: look at the source only, and touch the destination where something is active.
-    let per_block = 64 / S;
     let mut written = 0;
-    for (block, chunk) in from.chunks(64).enumerate() {
-        if op.is_idle(chunk) {
+    for (number, block) in from.chunks(BLOCK).enumerate() {
+        // Most blocks of a sparse item are idle, and most words of the others: find them in the source alone.
+        if op.idle().is_some_and(|idle| idle.starts_with(block)) {
             continue;
         }
-        for index in 0..chunk.len() / S {
-            let at = (block * per_block + index) as isize;
+        for (index, element_of_block) in block.as_chunks::<S>().0.iter().enumerate() {
+            if op.idle().is_some_and(|idle| idle.starts_with(element_of_block)) {
+                continue;
+            }
+            let at = (number * (BLOCK / S) + index) as isize;
             // SAFETY: element `at` of both sides, as above.
-            written += unsafe { element(op, dst.offset(at * dim.dst), chunk.as_ptr().add(index * S)) };
+            written += unsafe { element(op, dst.offset(at * dim.dst), src.offset(at * dim.src)) };
         }
     }
     written
