@@ -158,6 +158,20 @@ fn tensors_that_share_bytes_take_overwrites() {
     assert_eq!(classify(&mixed).iter().map(Class::name).collect::<Vec<_>>(), ["unsupported", "xor"]);
 }
 
+/// The overlap with a long copy is seen across shorter ones in between.
+#[test]
+fn overlaps_reach_past_neighbours() {
+    let small = |name, dst| run(name, [1, 4], vec![copy(dst, [1, 4])]);
+    let long = run("long", [8, 4], vec![copy(1000, [8, 4])]);
+    let classes = classify(&[small("a", 1000), long.clone(), small("b", 1016), small("c", 1056), small("d", 1064)]);
+    assert_eq!(classes, [Class::Overwrite, Class::Overwrite, Class::Overwrite, Class::Overwrite, Class::Xor]);
+
+    let twice = run("long", [8, 4], vec![copy(1000, [8, 4]), copy(1020, [8, 4])]);
+    let classes = classify(&[twice, run("other", [8, 4], vec![copy(1010, [8, 4])])]);
+    assert!(reason(&classes[0]).contains("from different elements"));
+    assert_eq!(classes[1], Class::Overwrite);
+}
+
 /// Gate and up interleaved by columns: bounds meet, bytes do not.
 #[test]
 fn interleaved_tensors_take_xor() {

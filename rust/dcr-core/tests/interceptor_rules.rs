@@ -152,6 +152,15 @@ fn input_must_share_scratch() {
         let (dst, src) = (bench.dst(0, &[4], &[1]), bench.src(1, &[4], &[1]));
         bench.refused(dst, src, "does not start at an element");
 
+        // Nor is memory before it, whichever way the view goes.
+        for (at, sizes, strides) in [(-2isize, [4], [1]), (-2, [1], [1]), (0, [2], [-1])] {
+            let mut bench = Bench::new();
+            bench.begin(encoding);
+            let before = bench.scratch.address().wrapping_add_signed(at);
+            let (dst, src) = (bench.dst(0, &sizes, &[1]), view(before, BF16, &sizes, &strides));
+            bench.refused(dst, src, "does not share the item's scratch");
+        }
+
         // From one resident tensor to another.
         let mut bench = Bench::new();
         bench.begin(encoding);
@@ -396,12 +405,24 @@ fn memory_that_cannot_be_set() {
     }
 }
 
+#[test]
+fn a_new_scratch_is_filled_afresh() {
+    let mut bench = Bench::new();
+    bench.begin(Encoding::Xor);
+    bench.interceptor.end_item();
+    let other = Memory::new(&[0xbb; 64]);
+    // SAFETY: it outlives its use below.
+    unsafe { bench.interceptor.set_scratch(other.address(), other.len()) }.unwrap();
+    bench.begin(Encoding::Xor);
+    assert_eq!(other.bytes()[..16], words(&[0, 0x7fc0, 0, 0, 0, 0, 0x8000, 0]));
+}
+
 /// Tied and nested parameters: the smallest tensor that holds the destination is named.
 #[test]
 fn nested_ranges() {
     let resident = Memory::new(&[0; 64]);
     let scratch = Memory::new(&[0; 64]);
-    let parts = [("all", 0, 64), ("half", 0, 32), ("tied", 16, 32), ("far", 48, 16)];
+    let parts = [("all", 0, 64), ("half", 0, 32), ("inner", 4, 4), ("tied", 16, 32), ("far", 48, 16)];
     let mut interceptor = interceptor(&resident, &parts, &scratch);
     for (at, count, name) in [(0, 8, "half"), (16, 16, "tied"), (40, 8, "all"), (48, 8, "far"), (0, 32, "all")] {
         let dense: Vec<u64> = (0..count as u64).collect();

@@ -139,7 +139,6 @@ fn read_item(
     }
     let shape = (0..rank).map(|_| metadata.u64("shape")).collect::<Result<Vec<u64>, _>>()?;
     let meta = TensorMeta { name, shape, dtype };
-    meta.validate()?;
 
     let positions = match location {
         Location::Run if count == 0 && start != 0 => {
