@@ -212,7 +212,7 @@ fn unscatter<const W: usize>(bytes: &mut [u8], positions: &Positions, values: &[
 
 fn fill_pattern(bytes: &mut [u8], pattern: &[u8]) {
     for chunk in bytes.chunks_mut(pattern.len().max(1)) {
-        chunk.copy_from_slice(&pattern[..chunk.len()]);
+        chunk.iter_mut().zip(pattern).for_each(|(to, from)| *to = *from);
     }
 }
 
