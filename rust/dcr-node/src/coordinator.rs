@@ -4,10 +4,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use dcr_control::{CommitStore, EmbeddedStore, Swap};
+use dcr_control::{CommitStore, ControlError, EmbeddedStore, Swap};
 use dcr_protocol::{
-    Action, AttemptId, BaselineId, CommitOutcome, CommitRecord, Coordinator, CoordinatorConfig, Deadlines, Event,
-    Failure, Mode, PeerName, Report, WeightsAfter,
+    Action, Application, AttemptId, BaselineId, CommitOutcome, CommitRecord, Coordinator, CoordinatorConfig, Deadlines,
+    Event, Failure, Mode, PeerName, Report, WeightsAfter,
 };
 use dcr_transport::{EndpointEvent, Outgoing};
 use parking_lot::{Condvar, Mutex};
@@ -26,6 +26,8 @@ pub struct CoordinatorOptions {
     pub owners: u32,
     /// Rollout ranks that must be connected before a refit starts.
     pub receivers: usize,
+    /// When receivers apply a delta.
+    pub application: Application,
     /// File of the commit record.
     pub record: PathBuf,
     /// Base URLs of the rollout servers.
@@ -56,8 +58,12 @@ impl CoordinatorNode {
         let store: Arc<dyn CommitStore> = Arc::new(EmbeddedStore::new(options.record)?);
         let (connection, endpoint_events) = connect(link, PeerName::coordinator())?;
         let (events, events_rx) = unbounded_channel();
-        let config =
-            CoordinatorConfig { owners: options.owners, receivers: options.receivers, deadlines: options.deadlines };
+        let config = CoordinatorConfig {
+            owners: options.owners,
+            receivers: options.receivers,
+            application: options.application,
+            deadlines: options.deadlines,
+        };
         let driver = Driver {
             machine: Coordinator::new(config),
             endpoint: Arc::clone(&connection.endpoint),
@@ -68,7 +74,7 @@ impl CoordinatorNode {
             started: Instant::now(),
         };
         let shared = Arc::clone(&driver.shared);
-        connection.runtime.spawn(driver.run(endpoint_events, events_rx));
+        connection.spawn(driver.run(endpoint_events, events_rx));
         Ok(Self { connection, events, shared, store })
     }
 
@@ -94,9 +100,8 @@ impl CoordinatorNode {
             shared.running = true;
             shared.result = None;
         }
-        let record = self.connection.runtime.block_on(self.store.read()).inspect_err(|_| {
-            self.shared.0.lock().running = false;
-        })?;
+        let record = self.connection.block_on(self.store.read()).unwrap_or(Err(ControlError::Stopped));
+        let record = record.inspect_err(|_| self.shared.0.lock().running = false)?;
         let fresh = || rand::random::<[u8; 16]>();
         self.event(Event::Begin {
             mode,
@@ -125,11 +130,6 @@ impl CoordinatorNode {
     /// Ends the running refit for the caller's own reason.
     pub fn abort(&self, reason: &str) {
         self.event(Event::Abort { reason: reason.to_owned() });
-    }
-
-    /// Closes the connection.
-    pub fn close(self) {
-        self.connection.runtime.shutdown_timeout(Duration::from_secs(1));
     }
 
     fn event(&self, event: Event) {

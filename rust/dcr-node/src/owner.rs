@@ -51,8 +51,24 @@ struct State {
     machine: Owner,
     connected: bool,
     lost: Option<String>,
+    /// A `prepare` that the caller has not taken yet.
     prepared: Option<Prepared>,
-    ended: Option<Result<Held, String>>,
+    /// The attempt that the caller works on.
+    taken: Option<AttemptId>,
+    /// How the last attempt ended, until the caller has been told.
+    ended: Option<(AttemptId, Result<Held, String>)>,
+}
+
+impl State {
+    /// How the attempt that the caller works on ended, if it has.
+    fn taken_ended(&self) -> Option<&Result<Held, String>> {
+        self.ended.as_ref().filter(|(attempt, _)| Some(*attempt) == self.taken).map(|(_, result)| result)
+    }
+
+    /// Whether an attempt ended before the caller took it.
+    fn ended_untaken(&self) -> bool {
+        self.ended.is_some() && self.taken_ended().is_none()
+    }
 }
 
 /// What the comparing thread works on; also locked by the baseline update, which never runs while it compares.
@@ -71,7 +87,6 @@ struct Shared {
     state: Mutex<State>,
     changed: Condvar,
     work: Mutex<Work>,
-    held: HeldCell,
 }
 
 /// An owner with its connection and baseline.
@@ -94,14 +109,10 @@ impl OwnerNode {
             connected: false,
             lost: None,
             prepared: None,
+            taken: None,
             ended: None,
         };
-        let shared = Shared {
-            state: Mutex::new(state),
-            changed: Condvar::new(),
-            work: Mutex::default(),
-            held: HeldCell::default(),
-        };
+        let shared = Shared { state: Mutex::new(state), changed: Condvar::new(), work: Mutex::default() };
         Ok(Self { index, owners, options, connection: None, shared: Arc::new(shared) })
     }
 
@@ -127,14 +138,13 @@ impl OwnerNode {
         if self.connection.is_some() {
             return Err(NodeError::Misuse("this owner is registered already"));
         }
-        let (mut connection, events) = connect(link, PeerName::owner(self.index))?;
-        connection.held = Arc::clone(&connection.held);
+        let (connection, events) = connect(link, PeerName::owner(self.index))?;
         let driver = Driver {
             shared: Arc::clone(&self.shared),
             endpoint: Arc::clone(&connection.endpoint),
             told: Arc::clone(&connection.held),
         };
-        connection.runtime.spawn(driver.run(events));
+        connection.spawn(driver.run(events));
         self.connection = Some(connection);
         let mut state = self.shared.state.lock();
         let waited = self.shared.changed.wait_while_for(&mut state, |state| !state.connected, patience);
@@ -148,12 +158,12 @@ impl OwnerNode {
     /// Waits for a `prepare`.
     pub fn await_prepared(&self, patience: Duration) -> Result<Prepared, NodeError> {
         let mut state = self.shared.state.lock();
-        self.shared.changed.wait_while_for(
-            &mut state,
-            |state| state.prepared.is_none() && state.ended.is_none(),
-            patience,
-        );
+        let waiting = |state: &mut State| state.prepared.is_none() && !state.ended_untaken();
+        self.shared.changed.wait_while_for(&mut state, waiting, patience);
         if let Some(prepared) = state.prepared.take() {
+            state.taken = Some(prepared.attempt);
+            // How an earlier attempt ended is of no interest any more.
+            state.ended.take_if(|(attempt, _)| *attempt != prepared.attempt);
             drop(state);
             let mut work = self.shared.work.lock();
             work.bucket.clear();
@@ -164,8 +174,9 @@ impl OwnerNode {
             work.current = Some(prepared.clone());
             return Ok(prepared);
         }
-        match state.ended.take() {
-            Some(Err(reason)) => Err(NodeError::Attempt(reason)),
+        let taken = state.taken;
+        match state.ended.take_if(|(attempt, _)| Some(*attempt) != taken) {
+            Some((_, Err(reason))) => Err(NodeError::Attempt(reason)),
             _ => Err(NodeError::Timeout { waited: patience, what: "the coordinator to prepare a refit" }),
         }
     }
@@ -234,10 +245,10 @@ impl OwnerNode {
     /// Waits until the attempt is committed and the baseline updated, or has failed.
     pub fn await_end(&self, patience: Duration) -> Result<Held, NodeError> {
         let mut state = self.shared.state.lock();
-        self.shared.changed.wait_while_for(&mut state, |state| state.ended.is_none(), patience);
-        match state.ended.take() {
-            Some(Ok(held)) => Ok(held),
-            Some(Err(reason)) => Err(NodeError::Attempt(reason)),
+        self.shared.changed.wait_while_for(&mut state, |state| state.taken_ended().is_none(), patience);
+        match state.taken_ended() {
+            Some(Ok(held)) => Ok(*held),
+            Some(Err(reason)) => Err(NodeError::Attempt(reason.clone())),
             None => Err(NodeError::Timeout { waited: patience, what: "the refit to end" }),
         }
     }
@@ -254,16 +265,15 @@ impl OwnerNode {
 
     /// Closes the connection.
     pub fn close(&mut self) {
-        if let Some(connection) = self.connection.take() {
-            connection.runtime.shutdown_timeout(Duration::from_secs(1));
-        }
+        self.connection = None;
     }
 
     fn still_running(&self) -> Result<(), NodeError> {
-        match &self.shared.state.lock().ended {
+        let state = self.shared.state.lock();
+        match state.taken_ended() {
             Some(Err(reason)) => Err(NodeError::Attempt(reason.clone())),
-            Some(Ok(_)) => Err(NodeError::Misuse("the attempt has ended already")),
-            None => Ok(()),
+            _ if state.machine.attempt() != state.taken => Err(NodeError::Attempt("the attempt has ended".to_owned())),
+            _ => Ok(()),
         }
     }
 
@@ -288,7 +298,9 @@ impl OwnerNode {
         let bytes = encoded.len() as u64;
         {
             let mut state = self.shared.state.lock();
-            self.shared.changed.wait_while(&mut state, |state| state.ended.is_none() && !state.machine.may_send());
+            self.shared
+                .changed
+                .wait_while(&mut state, |state| state.machine.attempt() == state.taken && !state.machine.may_send());
         }
         self.still_running()?;
         work.totals.blocked_s += started.elapsed().as_secs_f64();
@@ -312,12 +324,6 @@ impl OwnerNode {
             };
             driver.handle(event);
         }
-    }
-}
-
-impl Drop for OwnerNode {
-    fn drop(&mut self) {
-        self.close();
     }
 }
 
@@ -367,7 +373,6 @@ impl Driver {
             OwnerAction::ToReceivers(message) => send(Vec::new(), message),
             OwnerAction::Holding(held) => {
                 *self.told.lock() = held;
-                *self.shared.held.lock() = held;
                 send(vec![PeerName::relay()], Message::Holding { held });
             }
             OwnerAction::SendCatalog => {
@@ -377,7 +382,6 @@ impl Driver {
             OwnerAction::Start { attempt, version, mode, overwrite_only } => {
                 debug!(%attempt, version, mode = mode.name(), "prepared");
                 self.update(|state| {
-                    state.ended = None;
                     state.prepared = Some(Prepared { attempt, version, mode, overwrite_only });
                 });
             }
@@ -392,11 +396,11 @@ impl Driver {
                     work.baseline.discard();
                 }
             }
-            OwnerAction::End(result) => {
+            OwnerAction::End(attempt, result) => {
                 if let Err(reason) = &result {
-                    warn!(%reason, "attempt ended");
+                    warn!(%attempt, %reason, "attempt ended");
                 }
-                self.update(|state| state.ended = Some(result));
+                self.update(|state| state.ended = Some((attempt, result)));
             }
         }
     }

@@ -4,6 +4,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use dcr_core::payload::{self, Encoding, Item};
 use dcr_core::tensor::TensorMeta;
 use dcr_protocol::{
@@ -43,14 +44,21 @@ pub enum TaskKind {
     Shutdown,
 }
 
+/// A task that nobody has started. Payloads stay compressed until the worker takes them.
+enum Queued {
+    Prewarm(Vec<TensorMeta>),
+    Apply(Vec<Bytes>),
+    Finish,
+}
+
 struct State {
     machine: Receiver,
-    staged: HashMap<PayloadKey, Vec<Item>>,
+    staged: HashMap<PayloadKey, Bytes>,
     /// What payloads of the active attempt are checked against.
     checks: Option<Arc<Checks>>,
     /// The payload that is being handed to the machine right now.
-    arriving: Option<Vec<Item>>,
-    tasks: VecDeque<Task>,
+    arriving: Option<Bytes>,
+    tasks: VecDeque<(u64, Queued)>,
     /// The task whose answer the machine waits for.
     expected: u64,
     next_id: u64,
@@ -92,18 +100,37 @@ impl ReceiverNode {
             endpoint: Arc::clone(&connection.endpoint),
             told: Arc::clone(&connection.held),
         });
-        connection.runtime.spawn(run(Arc::clone(&shared), events));
+        connection.spawn(run(Arc::clone(&shared), events));
         Ok(Self { connection: Mutex::new(Some(connection)), shared })
     }
 
-    /// The next thing to do; `None` when there was nothing for this long.
+    /// The next thing to do; `None` when there was nothing for this long. Decodes payloads on the calling thread.
     pub fn next_task(&self, patience: Duration) -> Option<Task> {
         let mut state = self.shared.state.lock();
         self.shared.changed.wait_while_for(&mut state, |state| state.tasks.is_empty() && !state.closed, patience);
         if state.closed {
             return Some(Task { id: 0, kind: TaskKind::Shutdown });
         }
-        state.tasks.pop_front()
+        let (id, queued) = state.tasks.pop_front()?;
+        drop(state);
+        let kind = match queued {
+            Queued::Prewarm(catalog) => TaskKind::Prewarm(Arc::new(catalog)),
+            Queued::Finish => TaskKind::Finish,
+            Queued::Apply(payloads) => {
+                let decoded: Result<Vec<_>, _> = payloads.iter().map(|bytes| payload::decode(bytes)).collect();
+                match decoded {
+                    Ok(decoded) => {
+                        TaskKind::Apply(Arc::new(decoded.into_iter().flat_map(|payload| payload.items).collect()))
+                    }
+                    Err(error) => {
+                        // It was decoded when it arrived, so this says that memory went wrong meanwhile.
+                        self.applied(id, 0, 0.0, Err(format!("a staged payload was damaged in memory: {error}")));
+                        return None;
+                    }
+                }
+            }
+        };
+        Some(Task { id, kind })
     }
 
     /// The answer to a prewarm task.
@@ -136,9 +163,7 @@ impl ReceiverNode {
     pub fn close(&self) {
         self.shared.state.lock().closed = true;
         self.shared.changed.notify_all();
-        if let Some(connection) = self.connection.lock().take() {
-            connection.runtime.shutdown_timeout(Duration::from_secs(1));
-        }
+        *self.connection.lock() = None;
     }
 
     fn answer(&self, task: u64, event: ReceiverEvent) {
@@ -175,9 +200,10 @@ impl Shared {
                 let Some(checks) = checks.filter(|checks| checks.attempt == attempt) else {
                     return;
                 };
-                match checks.check(key, body.as_deref().unwrap_or(&[])) {
-                    Ok((digest, items)) => {
-                        self.state.lock().arriving = Some(items);
+                let body = body.unwrap_or_default();
+                match checks.check(key, &body) {
+                    Ok(digest) => {
+                        self.state.lock().arriving = Some(body);
                         self.handle(ReceiverEvent::Payload { attempt, key, digest });
                         self.state.lock().arriving = None;
                     }
@@ -221,27 +247,27 @@ impl Shared {
                 send(PeerName::coordinator(), message);
             }
             ReceiverAction::ToRelay(message) => send(PeerName::relay(), message),
-            ReceiverAction::Prewarm(catalog) => state.push(TaskKind::Prewarm(Arc::new(catalog))),
+            ReceiverAction::Prewarm(catalog) => state.push(Queued::Prewarm(catalog)),
             ReceiverAction::Stage(key) => {
-                if let Some(items) = state.arriving.take() {
-                    state.staged.insert(key, items);
+                if let Some(body) = state.arriving.take() {
+                    state.staged.insert(key, body);
                 }
             }
             ReceiverAction::Apply(keys) => {
-                let items = keys.iter().filter_map(|key| state.staged.remove(key)).flatten().collect();
-                state.push(TaskKind::Apply(Arc::new(items)));
+                let payloads = keys.iter().filter_map(|key| state.staged.remove(key)).collect();
+                state.push(Queued::Apply(payloads));
             }
-            ReceiverAction::Finish => state.push(TaskKind::Finish),
+            ReceiverAction::Finish => state.push(Queued::Finish),
             ReceiverAction::DropStaged => {
                 state.staged.clear();
                 // Work that nobody has started must not be started any more, and `stop` must not wait for it.
-                let position =
-                    state.tasks.iter().position(|task| matches!(task.kind, TaskKind::Apply(_) | TaskKind::Finish));
-                let task = position.and_then(|position| state.tasks.remove(position))?;
-                let result = "stopped before it started".to_owned();
-                return Some(match task.kind {
-                    TaskKind::Apply(_) => ReceiverEvent::Applied { work: ReceiverWork::default(), result: Err(result) },
-                    _ => ReceiverEvent::Finished(Err(result)),
+                let unstarted = |(_, queued): &(u64, Queued)| !matches!(queued, Queued::Prewarm(_));
+                let position = state.tasks.iter().position(unstarted);
+                let (_, queued) = position.and_then(|position| state.tasks.remove(position))?;
+                let reason = Err("stopped before it started".to_owned());
+                return Some(match queued {
+                    Queued::Apply(_) => ReceiverEvent::Applied { work: ReceiverWork::default(), result: reason },
+                    _ => ReceiverEvent::Finished(reason.map(|()| 0.0)),
                 });
             }
         }
@@ -250,11 +276,11 @@ impl Shared {
 }
 
 impl State {
-    fn push(&mut self, kind: TaskKind) {
+    fn push(&mut self, queued: Queued) {
         let id = self.next_id;
         self.next_id += 1;
         self.expected = id;
-        self.tasks.push_back(Task { id, kind });
+        self.tasks.push_back((id, queued));
     }
 }
 
@@ -285,8 +311,8 @@ impl Checks {
         Self { attempt, mode, tensors: tensors.collect(), body_limit }
     }
 
-    /// The digest and items of a payload that is what it should be.
-    fn check(&self, key: PayloadKey, body: &[u8]) -> Result<([u8; 16], Vec<Item>), String> {
+    /// The digest of a payload that is what it should be.
+    fn check(&self, key: PayloadKey, body: &[u8]) -> Result<[u8; 16], String> {
         let header = payload::peek(body).map_err(|error| error.to_string())?;
         if (header.id.attempt, PayloadKey::from(&header.id)) != (self.attempt.0, key) {
             return Err("its header names another attempt, owner or sequence than its frame".to_owned());
@@ -312,6 +338,6 @@ impl Checks {
                 return Err(format!("tensor `{name}` is encoded as {:?} in a {mode} refit", item.encoding));
             }
         }
-        Ok((header.digest, payload.items))
+        Ok(header.digest)
     }
 }

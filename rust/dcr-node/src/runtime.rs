@@ -2,6 +2,7 @@
 
 use std::env;
 use std::sync::Arc;
+use std::time::Duration;
 
 use dcr_protocol::PeerName;
 use dcr_transport::{Endpoint, EndpointEvent, HeldCell, RelayAddress, RunKey};
@@ -38,9 +39,32 @@ impl Link {
 
 /// A node's connection and the threads under it.
 pub(crate) struct Connection {
-    pub(crate) runtime: Runtime,
+    runtime: Option<Runtime>,
     pub(crate) endpoint: Arc<Endpoint>,
     pub(crate) held: HeldCell,
+}
+
+impl Connection {
+    /// Runs a task until it ends or the connection is dropped.
+    pub(crate) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+        if let Some(runtime) = &self.runtime {
+            runtime.spawn(task);
+        }
+    }
+
+    /// Waits for a future on the calling thread.
+    pub(crate) fn block_on<T>(&self, future: impl Future<Output = T>) -> Option<T> {
+        self.runtime.as_ref().map(|runtime| runtime.block_on(future))
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            // Gives queued frames a moment to leave; a call that hangs (a gate) must not hold up the caller.
+            runtime.shutdown_timeout(Duration::from_millis(300));
+        }
+    }
 }
 
 /// Starts a runtime and the endpoint on it.
@@ -58,5 +82,5 @@ pub(crate) fn connect(
     let _inside = runtime.enter();
     let (endpoint, events) = Endpoint::start(link.relay.clone(), link.key.clone(), name, Arc::clone(&held));
     drop(_inside);
-    Ok((Connection { runtime, endpoint: Arc::new(endpoint), held }, events))
+    Ok((Connection { runtime: Some(runtime), endpoint: Arc::new(endpoint), held }, events))
 }

@@ -10,8 +10,8 @@ use dcr_core::ownership::owner_of;
 use dcr_core::tensor::TensorMeta;
 
 use crate::{
-    AttemptId, BaselineId, CommitRecord, Failure, Held, Message, Mode, PeerInfo, PeerName, ReceiverWork, Report, Role,
-    Stages, StreamTotals, WeightsAfter, catalog_digest,
+    Application, AttemptId, BaselineId, CommitRecord, Failure, Held, Message, Mode, PeerInfo, PeerName, ReceiverWork,
+    Report, Role, Stages, StreamTotals, WeightsAfter, catalog_digest,
 };
 
 /// How long each wait of a refit may last.
@@ -55,6 +55,9 @@ pub struct CoordinatorConfig {
     pub owners: u32,
     /// Number of receivers that must be connected before a refit starts. All connected ones are required.
     pub receivers: usize,
+    /// When receivers apply. A dense refit is always applied while it arrives: staging a whole checkpoint on every
+    /// receiver would cost what the delta saves, and what it overwrites is not needed any more.
+    pub application: Application,
     /// How long to wait for what.
     pub deadlines: Deadlines,
 }
@@ -177,6 +180,7 @@ struct Refit {
     attempt: AttemptId,
     requested: Option<Mode>,
     mode: Mode,
+    application: Application,
     expected: Option<CommitRecord>,
     new: CommitRecord,
     started: Duration,
@@ -265,6 +269,7 @@ impl Coordinator {
             attempt,
             requested,
             mode: Mode::Dense,
+            application: Application::Synchronous,
             expected: record,
             new: CommitRecord { held: Held { version, baseline }, nonce },
             started: now,
@@ -309,13 +314,19 @@ impl Coordinator {
                 refit.overwrite_only.extend(overwrite_only);
                 if refit.waiting.remove(from) && refit.waiting.is_empty() {
                     refit.stages.receivers_prepared = since(refit, now);
+                    let synchronous = refit.application == Application::Synchronous;
                     self.prepare_owners(out);
+                    if synchronous {
+                        // The gate closes when the first attempt starts, while owners already compare.
+                        self.close_gate(now, out);
+                    }
                 }
             }
             Message::OwnerPrepared { attempt } if attempt == refit.attempt && self.phase == Phase::Owners => {
                 if refit.waiting.remove(from) && refit.waiting.is_empty() {
                     refit.stages.owners_prepared = since(refit, now);
                     self.enter(Phase::Streaming, self.config.deadlines.stream, out);
+                    self.await_payloads(out);
                     self.open_apply(now, out);
                 }
             }
@@ -332,7 +343,16 @@ impl Coordinator {
                     if refit.ends.iter().all(Option::is_some) {
                         refit.stages.streamed = since(refit, now);
                     }
+                    self.await_payloads(out);
                     self.flush(out);
+                }
+            }
+            Message::PayloadsStaged { attempt }
+                if attempt == refit.attempt && self.phase == Phase::Streaming && refit.gate == Gate::Open =>
+            {
+                if refit.waiting.remove(from) && refit.waiting.is_empty() {
+                    refit.stages.staged = since(refit, now);
+                    self.close_gate(now, out);
                 }
             }
             Message::Flushed { attempt, work } if attempt == refit.attempt && self.phase == Phase::Flushing => {
@@ -454,8 +474,12 @@ impl Coordinator {
         refit.stages.peers = since(refit, now);
         refit.tensors = catalog.len() as u64;
         let committed = refit.expected.map(|record| record.held);
-        let stale = self.peers.values().find(|peer| peer.held.is_none() || peer.held != committed);
+        let storing = |peer: &&PeerInfo| matches!(peer.name.role(), Some(Role::Owner | Role::Receiver));
+        let stale = self.peers.values().filter(storing).find(|peer| peer.held.is_none() || peer.held != committed);
         refit.mode = refit.requested.unwrap_or(if stale.is_some() { Mode::Dense } else { Mode::Mixed });
+        if refit.mode != Mode::Dense {
+            refit.application = self.config.application;
+        }
         if refit.mode != Mode::Dense
             && let Some(peer) = stale
         {
@@ -483,6 +507,7 @@ impl Coordinator {
                 version: refit.new.held.version,
                 base: if refit.mode == Mode::Dense { None } else { committed },
                 mode: refit.mode,
+                application: refit.application,
                 owners: self.config.owners,
                 catalog_digest: digest,
                 catalog: (known != Some((peer.session, digest))).then(|| catalog.clone()),
@@ -504,10 +529,14 @@ impl Coordinator {
             overwrite_only: refit.overwrite_only.iter().cloned().collect(),
         };
         out.push(Action::Send { to: owners, message });
-        // Synchronous RL: the gate closes when the first attempt starts, while owners already compare.
-        refit.gate = Gate::Closing;
-        out.push(Action::CloseGate);
         self.enter(Phase::Owners, self.config.deadlines.prepare, out);
+    }
+
+    fn close_gate(&mut self, now: Duration, out: &mut Vec<Action>) {
+        let Some(refit) = &mut self.refit else { return };
+        refit.gate = Gate::Closing;
+        refit.stages.gate_closing = since(refit, now);
+        out.push(Action::CloseGate);
     }
 
     fn gate_closed(&mut self, now: Duration, answer: Result<(), String>, out: &mut Vec<Action>) {
@@ -531,6 +560,18 @@ impl Coordinator {
         }
     }
 
+    /// Asynchronous application: once every stream has ended, asks whether everything is there.
+    fn await_payloads(&mut self, out: &mut Vec<Action>) {
+        let Some(refit) = &mut self.refit else { return };
+        if let (Phase::Streaming, Application::Asynchronous, Some(payloads)) =
+            (self.phase, refit.application, refit.payloads())
+        {
+            refit.waiting = refit.receivers.iter().cloned().collect();
+            let message = Message::AwaitPayloads { attempt: refit.attempt, payloads };
+            out.push(Action::Send { to: refit.receivers.clone(), message });
+        }
+    }
+
     fn open_apply(&mut self, now: Duration, out: &mut Vec<Action>) {
         let Some(refit) = &mut self.refit else { return };
         if self.phase == Phase::Streaming && refit.gate == Gate::Closed && !refit.opened {
@@ -544,8 +585,7 @@ impl Coordinator {
 
     fn flush(&mut self, out: &mut Vec<Action>) {
         let Some(refit) = &mut self.refit else { return };
-        let ends: Option<Vec<u32>> = refit.ends.iter().map(|end| end.map(|totals| totals.payloads)).collect();
-        if let (Phase::Streaming, true, Some(payloads)) = (self.phase, refit.opened, ends) {
+        if let (Phase::Streaming, true, Some(payloads)) = (self.phase, refit.opened, refit.payloads()) {
             refit.waiting = refit.receivers.iter().cloned().collect();
             let message = Message::Flush { attempt: refit.attempt, payloads };
             out.push(Action::Send { to: refit.receivers.clone(), message });
@@ -632,6 +672,9 @@ impl Coordinator {
             Phase::Owners | Phase::Streaming if refit.gate == Gate::Closing => {
                 self.fail(now, "the request gate did not close in time: requests are still running".to_owned(), out);
             }
+            Phase::Streaming if refit.payloads().is_some() => {
+                self.fail(now, format!("payloads did not arrive in time at {waiting}"), out);
+            }
             Phase::Streaming => {
                 let late = refit.ends.iter().enumerate().filter(|(_, end)| end.is_none());
                 let late = late.map(|(index, _)| PeerName::owner(index as u32).to_string()).collect::<Vec<_>>();
@@ -701,6 +744,7 @@ impl Coordinator {
             None => Ok(Report {
                 attempt: refit.attempt,
                 mode: refit.mode,
+                application: refit.application,
                 committed: refit.new.held,
                 receivers: refit.receivers.iter().map(PeerName::to_string).collect(),
                 totals: refit.ends.iter().flatten().fold(StreamTotals::default(), |sum, one| sum.plus(one)),
@@ -711,6 +755,13 @@ impl Coordinator {
             }),
         };
         out.push(Action::Finish(Box::new(result)));
+    }
+}
+
+impl Refit {
+    /// How many payloads each owner sent, once all have said so.
+    fn payloads(&self) -> Option<Vec<u32>> {
+        self.ends.iter().map(|end| end.map(|totals| totals.payloads)).collect()
     }
 }
 

@@ -15,7 +15,8 @@ mod report;
 pub use coordinator::{Action, CommitOutcome, Coordinator, CoordinatorConfig, Deadlines, Event, Timer};
 pub use ids::{AttemptId, BaselineId, CommitRecord, Held, ParseIdError, PeerName, Role};
 pub use message::{
-    Envelope, Message, Mode, PROTOCOL_VERSION, PayloadKey, PeerInfo, ReceiverWork, StreamTotals, catalog_digest,
+    Application, Envelope, Message, Mode, PROTOCOL_VERSION, PayloadKey, PeerInfo, ReceiverWork, StreamTotals,
+    catalog_digest,
 };
 pub use order::DeclaredOrder;
 pub use owner::{Owner, OwnerAction, OwnerEvent};

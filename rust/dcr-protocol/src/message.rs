@@ -32,6 +32,17 @@ impl Mode {
     }
 }
 
+/// When receivers apply what arrives (section 7.2).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Application {
+    /// The gate closes first and payloads are applied while later ones still arrive.
+    Synchronous,
+    /// Rollout serves on until every payload is staged and checked; the gate closes for the application alone.
+    /// Whatever is wrong with a payload or a tensor is then found before anything is written.
+    Asynchronous,
+}
+
 /// What tells the payloads of one attempt apart: the owner and its running number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct PayloadKey {
@@ -160,6 +171,8 @@ pub enum Message {
         base: Option<Held>,
         /// Encoding of the changed set.
         mode: Mode,
+        /// When to apply.
+        application: Application,
         /// Number of owners that will stream.
         owners: u32,
         /// Digest of the catalog.
@@ -223,6 +236,18 @@ pub enum Message {
         owner: u32,
         /// What it sent.
         totals: StreamTotals,
+    },
+    /// Every owner has ended its stream: is everything there? Asynchronous application only.
+    AwaitPayloads {
+        /// The attempt.
+        attempt: AttemptId,
+        /// Payloads of each owner, by index.
+        payloads: Vec<u32>,
+    },
+    /// Every payload has arrived and was checked.
+    PayloadsStaged {
+        /// The attempt.
+        attempt: AttemptId,
     },
     /// `open_apply`: the gate is closed, receivers may write.
     OpenApply {

@@ -50,8 +50,9 @@ pub enum OwnerAction {
     UpdateBaseline,
     /// Forget the candidate.
     DiscardCandidate,
-    /// The attempt has ended: committed, or the reason why not.
-    End(Result<Held, String>),
+    /// The attempt has ended: committed, or the reason why not. Told once for every attempt, also for one that was
+    /// stopped before this owner was asked to prepare it.
+    End(AttemptId, Result<Held, String>),
 }
 
 #[derive(Debug)]
@@ -68,12 +69,13 @@ pub struct Owner {
     window: u64,
     held: Option<Held>,
     attempt: Option<Attempt>,
+    ended: Option<AttemptId>,
 }
 
 impl Owner {
     /// An owner whose unacknowledged payloads may total `window` bytes (one payload may always be in flight).
     pub fn new(index: u32, window: u64) -> Self {
-        Self { index, window, held: None, attempt: None }
+        Self { index, window, held: None, attempt: None, ended: None }
     }
 
     /// The policy that the baseline is committed to, if any.
@@ -115,7 +117,7 @@ impl Owner {
                     self.held = Some(held);
                     out.push(OwnerAction::Holding(self.held));
                     out.push(OwnerAction::ToCoordinator(Message::BaselineUpdated { attempt: id }));
-                    out.push(OwnerAction::End(Ok(held)));
+                    self.end(id, Ok(held), &mut out);
                 }
             }
             OwnerEvent::Failed(reason) => self.failed(reason, &mut out),
@@ -129,13 +131,14 @@ impl Owner {
             Message::PrepareOwner { attempt, version, base, mode, overwrite_only } => {
                 if let Some(old) = self.attempt.take() {
                     out.push(OwnerAction::DiscardCandidate);
-                    out.push(OwnerAction::End(Err(format!("attempt {} was replaced by {attempt}", old.id))));
+                    self.end(old.id, Err(format!("attempt {} was replaced by {attempt}", old.id)), out);
                 }
                 if mode != Mode::Dense && base != self.held {
                     let holds = self.held.map_or("nothing committed".to_owned(), |held| held.to_string());
                     let base = base.map_or("nothing".to_owned(), |base| base.to_string());
                     let reason = format!("its baseline holds {holds} but the attempt starts from {base}");
-                    return out.push(OwnerAction::ToCoordinator(Message::Rejected { attempt, reason }));
+                    out.push(OwnerAction::ToCoordinator(Message::Rejected { attempt, reason: reason.clone() }));
+                    return self.end(attempt, Err(reason), out);
                 }
                 self.attempt = Some(Attempt { id: attempt, in_flight: Vec::new(), committed: None });
                 out.push(OwnerAction::ToCoordinator(Message::OwnerPrepared { attempt }));
@@ -157,8 +160,8 @@ impl Owner {
                 if self.attempt.as_ref().is_some_and(|current| current.id == attempt) {
                     self.attempt = None;
                     out.push(OwnerAction::DiscardCandidate);
-                    out.push(OwnerAction::End(Err(reason.clone())));
                 }
+                self.end(attempt, Err(reason), out);
                 out.push(OwnerAction::ToCoordinator(Message::Stopped { attempt, wrote: false }));
             }
             _ => {}
@@ -166,7 +169,7 @@ impl Owner {
     }
 
     fn failed(&mut self, reason: String, out: &mut Vec<OwnerAction>) {
-        let Some(attempt) = &self.attempt else { return };
+        let Some(attempt) = self.attempt.take() else { return };
         if attempt.committed.is_some() {
             // The version is committed but this baseline does not hold it: only a dense refit can follow.
             self.held = None;
@@ -174,7 +177,12 @@ impl Owner {
         }
         out.push(OwnerAction::ToCoordinator(Message::AttemptFailed { attempt: attempt.id, reason: reason.clone() }));
         out.push(OwnerAction::DiscardCandidate);
-        out.push(OwnerAction::End(Err(reason)));
-        self.attempt = None;
+        self.end(attempt.id, Err(reason), out);
+    }
+
+    fn end(&mut self, attempt: AttemptId, result: Result<Held, String>, out: &mut Vec<OwnerAction>) {
+        if self.ended.replace(attempt) != Some(attempt) {
+            out.push(OwnerAction::End(attempt, result));
+        }
     }
 }

@@ -1,11 +1,11 @@
 //! A receiver: checks, stages and applies payloads in declared order (section 6, appendix B.1).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use dcr_core::tensor::TensorMeta;
 use serde::{Deserialize, Serialize};
 
-use crate::{AttemptId, BaselineId, DeclaredOrder, Held, Message, Mode, PayloadKey, ReceiverWork};
+use crate::{Application, AttemptId, BaselineId, DeclaredOrder, Held, Message, Mode, PayloadKey, ReceiverWork};
 
 /// What prewarm found about the loader path of a tensor on this rank (table A.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -57,7 +57,7 @@ pub enum ReceiverEvent {
     },
     /// The batch handed out last is applied, or failed.
     Applied {
-        /// Items handed to the loader and seconds inside it.
+        /// Items handed to the loader and seconds inside it; the payloads are known.
         work: ReceiverWork,
         /// The failure, if any.
         result: Result<(), String>,
@@ -91,16 +91,21 @@ pub enum ReceiverAction {
 struct Attempt {
     id: AttemptId,
     mode: Mode,
+    application: Application,
     prepared: bool,
     order: DeclaredOrder,
     seen: BTreeMap<PayloadKey, [u8; 16]>,
-    staged: BTreeMap<PayloadKey, ()>,
+    staged: BTreeSet<PayloadKey>,
+    /// The coordinator asked whether everything is there, for this many payloads.
+    awaited: Option<u64>,
     open: bool,
     flush: bool,
     busy: Busy,
     wrote: bool,
     failed: bool,
     stop: bool,
+    /// Payloads of the batch that is being applied.
+    handed_out: u64,
     work: ReceiverWork,
 }
 
@@ -170,7 +175,7 @@ impl Receiver {
 
     fn message(&mut self, message: Message, out: &mut Vec<ReceiverAction>) {
         match message {
-            Message::PrepareReceiver { attempt, base, mode, owners, catalog_digest, catalog, .. } => {
+            Message::PrepareReceiver { attempt, base, mode, application, owners, catalog_digest, catalog, .. } => {
                 self.replace(out);
                 if let Some(catalog) = catalog {
                     self.catalog = Some((catalog_digest, catalog));
@@ -192,16 +197,19 @@ impl Receiver {
                 self.attempt = Some(Attempt {
                     id: attempt,
                     mode,
+                    application,
                     prepared: false,
                     order: DeclaredOrder::new(owners),
                     seen: BTreeMap::new(),
-                    staged: BTreeMap::new(),
+                    staged: BTreeSet::new(),
+                    awaited: None,
                     open: false,
                     flush: false,
                     busy: if prewarm { Busy::Prewarming } else { Busy::No },
                     wrote: false,
                     failed: false,
                     stop: false,
+                    handed_out: 0,
                     work: ReceiverWork::default(),
                 });
                 if !prewarm {
@@ -216,6 +224,15 @@ impl Receiver {
                     self.advance(out);
                 } else {
                     self.fail(format!("owner/{owner} contradicts itself about the length of its stream"), out);
+                }
+            }
+            Message::AwaitPayloads { attempt, payloads } => {
+                let Some(current) = self.current(attempt) else { return };
+                if (0..).zip(&payloads).all(|(owner, count)| current.order.end(owner, *count)) {
+                    current.awaited = Some(payloads.iter().map(|count| u64::from(*count)).sum());
+                    self.staged(out);
+                } else {
+                    self.fail("the coordinator names other stream lengths than the owners".to_owned(), out);
                 }
             }
             Message::OpenApply { attempt } => {
@@ -334,10 +351,24 @@ impl Receiver {
             }
             None => {
                 current.seen.insert(key, digest);
-                current.staged.insert(key, ());
+                current.staged.insert(key);
                 out.push(ReceiverAction::Stage(key));
+                if current.application == Application::Asynchronous {
+                    // Staged is taken: only synchronous application holds owners back.
+                    out.push(ReceiverAction::ToRelay(Message::PayloadTaken { attempt, key }));
+                    self.staged(out);
+                }
                 self.advance(out);
             }
+        }
+    }
+
+    /// Says that everything is there, once asked and once it is.
+    fn staged(&mut self, out: &mut Vec<ReceiverAction>) {
+        let Some(current) = self.attempt.as_mut().filter(|current| !current.failed) else { return };
+        if current.awaited == Some(current.seen.len() as u64) {
+            current.awaited = None;
+            out.push(ReceiverAction::ToCoordinator(Message::PayloadsStaged { attempt: current.id }));
         }
     }
 
@@ -353,21 +384,24 @@ impl Receiver {
         let mut keys = Vec::new();
         while keys.len() < batch
             && let Some(key) = current.order.next()
-            && current.staged.remove(&key).is_some()
+            && current.staged.remove(&key)
         {
             current.order.advance();
             keys.push(key);
         }
         if !keys.is_empty() {
             current.busy = Busy::Applying;
+            current.handed_out = keys.len() as u64;
             current.wrote = true;
             // From the first write until the commit, the storage holds no committed version.
             if self.held.take().is_some() {
                 out.push(ReceiverAction::ToRelay(Message::Holding { held: None }));
             }
             let attempt = current.id;
-            let taken = keys.iter().map(|&key| ReceiverAction::ToRelay(Message::PayloadTaken { attempt, key }));
-            out.extend(taken);
+            if current.application == Application::Synchronous {
+                let taken = keys.iter().map(|&key| ReceiverAction::ToRelay(Message::PayloadTaken { attempt, key }));
+                out.extend(taken);
+            }
             out.push(ReceiverAction::Apply(keys));
         } else if current.flush && current.order.complete() {
             current.busy = Busy::Finishing;
@@ -380,7 +414,7 @@ impl Receiver {
             return;
         };
         current.busy = Busy::No;
-        current.work.payloads += work.payloads;
+        current.work.payloads += current.handed_out;
         current.work.items += work.items;
         current.work.apply_s += work.apply_s;
         if current.stop {

@@ -3,9 +3,9 @@
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::{AttemptId, Held, Mode, ReceiverWork, StreamTotals};
+use crate::{Application, AttemptId, Held, Mode, ReceiverWork, StreamTotals};
 
-/// Seconds from the start of the refit to the end of each stage, in the order in which stages end.
+/// Seconds from the start of the refit to the end of each stage; 0 for a stage that this refit does not have.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Stages {
     /// All owners and receivers are known.
@@ -14,10 +14,14 @@ pub struct Stages {
     pub receivers_prepared: f64,
     /// Owners have accepted and stream.
     pub owners_prepared: f64,
-    /// The gate is closed and `open_apply` was sent.
-    pub gate_closed: f64,
     /// The last owner has sent everything.
     pub streamed: f64,
+    /// Every receiver has everything staged (asynchronous application).
+    pub staged: f64,
+    /// The gate began to close.
+    pub gate_closing: f64,
+    /// The gate is closed and `open_apply` was sent.
+    pub gate_closed: f64,
     /// The last receiver has acknowledged completion.
     pub flushed: f64,
     /// The commit record was changed.
@@ -35,6 +39,8 @@ pub struct Report {
     pub attempt: AttemptId,
     /// How it was encoded.
     pub mode: Mode,
+    /// When it was applied.
+    pub application: Application,
     /// What is committed now.
     pub committed: Held,
     /// Receivers that hold it.

@@ -1,8 +1,30 @@
-//! The Python module `dcr._native`.
+//! The Python module `dcr._native`: owner, coordinator and receiver of a refit, and the interceptor of the
+//! native loader's copies. Python hands over tensors, calls the native loader and reports; nothing else.
+
+mod coordinator;
+mod errors;
+mod memory;
+mod owner;
+mod receiver;
+
 use pyo3::prelude::*;
 
 /// `dcr._native`.
 #[pymodule]
-fn _native(_module: &Bound<'_, PyModule>) -> PyResult<()> {
+fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    start_logging();
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add("RefitError", module.py().get_type::<errors::RefitError>())?;
+    module.add_class::<owner::Owner>()?;
+    module.add_class::<coordinator::Coordinator>()?;
+    module.add_class::<receiver::Receiver>()?;
+    module.add_class::<receiver::Task>()?;
     Ok(())
+}
+
+/// Logs to standard error as `DCR_LOG` says; warnings by default. A subscriber that is there already stays.
+fn start_logging() {
+    use tracing_subscriber::EnvFilter;
+    let filter = EnvFilter::try_from_env("DCR_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
+    let _ = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).try_init();
 }
