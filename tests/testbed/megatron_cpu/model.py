@@ -1,25 +1,36 @@
 """Build a model from a Hugging Face checkpoint through Megatron Bridge."""
 
+import hashlib
 import logging
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from megatron.bridge import AutoBridge
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
 from testbed.megatron_cpu.layers import block_spec
 
 
-def initialize(tensor_parallel: int, pipeline_parallel: int = 1, expert_parallel: int = 1) -> None:
-    """Join the gloo process group that the environment names, and lay Megatron's groups over it."""
+def initialize(
+    tensor_parallel: int, pipeline_parallel: int = 1, expert_parallel: int = 1, patience_s: float = 1800.0
+) -> None:
+    """Join the gloo process group that the environment names, and lay Megatron's groups over it.
+
+    A collective fails when a rank keeps the others waiting for longer than `patience_s`.
+    """
     # Each matrix here is tiny, and results must not depend on how many cores a machine has.
     torch.set_num_threads(1)
     # The Bridge tells each conversion at INFO, and megatron-core warns of everything that this machine lacks.
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=patience_s))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_parallel,
         pipeline_model_parallel_size=pipeline_parallel,
@@ -72,3 +83,27 @@ def make_optimizer(model: list[torch.nn.Module], lr: float) -> MegatronOptimizer
         use_distributed_optimizer=True,
     )
     return get_megatron_optimizer(config, model)
+
+
+def random_batch(vocabulary: int, batch: int, sequence: int, key: str) -> torch.Tensor:
+    """Token numbers of shape [batch, sequence + 1] that depend on `key` alone; the same on every rank."""
+    seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big")
+    return torch.randint(vocabulary, (batch, sequence + 1), generator=torch.Generator().manual_seed(seed))
+
+
+def train_step(
+    model: list[torch.nn.Module], optimizer: MegatronOptimizer, tokens: torch.Tensor
+) -> tuple[float, float, bool]:
+    """One optimizer step on next-token prediction: loss, gradient norm, and whether it was not skipped."""
+    (module,) = model
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    length = inputs.shape[1]
+    positions = torch.arange(length).expand_as(inputs)
+    masked = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    module.zero_grad_buffer()
+    optimizer.zero_grad()
+    loss = module(inputs, positions, masked, labels=labels).float().mean()
+    loss.backward()
+    finalize_model_grads(model)
+    updated, grad_norm, _ = optimizer.step()
+    return loss.item(), float(grad_norm), bool(updated)
