@@ -2,8 +2,10 @@
 
 import importlib
 import importlib.machinery
+import importlib.util
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -31,6 +33,20 @@ def import_megatron() -> None:
     """Import megatron-core and then `megatron.bridge`; does nothing where Transformer Engine is installed."""
     if importlib.util.find_spec(ENGINE) is not None:
         return
+    # megatron-core compiles its fused functions when they are defined. None is used here, and the compiler's
+    # import alone would be a quarter of the time that it takes to start.
+    compiler, torch.compile = torch.compile, _not_compiled
+    try:
+        _import_with_stand_ins()
+    finally:
+        torch.compile = compiler
+
+
+def _not_compiled(function: Callable | None = None, **_: object) -> Callable:
+    return _not_compiled if function is None else function
+
+
+def _import_with_stand_ins() -> None:
     # megatron-core looks for the engine in dozens of modules and must not see the stand-in in any of them.
     _import_core_modules_that_look_for_the_engine()
     engine, pytorch = _StandIn(ENGINE), _StandIn(f"{ENGINE}.pytorch")
