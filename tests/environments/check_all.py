@@ -21,6 +21,7 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from environments.checks import check_programs, check_python
 from environments.places import REPOSITORY, Places
 from environments.problems import SetupProblem
 from environments.progress import PREFIX
@@ -28,6 +29,9 @@ from environments.setup_environments import set_up, stop
 
 TEST_SECONDS = 900
 """No single Python test takes longer; one that does is stopped and its stack is shown."""
+
+GRACE_SECONDS = 60
+"""An interrupted part gets this long to end what it started."""
 
 COMPONENTS = {"fmt": "rustfmt", "clippy": "clippy"}
 
@@ -86,18 +90,25 @@ def run_part(part: Part, places: Places) -> int | None:
     variables["PYO3_PYTHON"] = str(places.python("tools"))
     print(f"\n==> {part.name}: {' '.join(command)}", flush=True)
     program = shutil.which(command[0], path=variables["PATH"]) or command[0]
-    with subprocess.Popen(command, executable=program, cwd=REPOSITORY, env=variables) as process:
-        try:
-            return process.wait()
-        except BaseException:
-            # Ctrl-C has reached the command as well: it ends by itself, and gets time for that.
+    process = subprocess.Popen(command, executable=program, cwd=REPOSITORY, env=variables)
+    try:
+        return process.wait()
+    except BaseException as interruption:
+        # Ctrl-C reaches the command from the terminal; a second one would cut its cleaning up short.
+        if not isinstance(interruption, KeyboardInterrupt):
             process.send_signal(signal.SIGINT)
-            process.wait(60)
-            raise
+        try:
+            process.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        raise
 
 
 def check_components() -> None:
-    """rustfmt and clippy are parts of a toolchain that may be left out."""
+    """What a toolchain may lack is named before the set-up takes its minutes."""
+    check_python()
+    check_programs()
     for command, component in COMPONENTS.items():
         answer = subprocess.run(
             ["cargo", command, "--version"], cwd=REPOSITORY, capture_output=True, check=False

@@ -12,8 +12,6 @@ from environments import checks
 from environments.places import ENVIRONMENTS, HERE
 from environments.problems import SetupProblem, explain
 
-BUILDER = HERE / "setup_environments.py"
-
 
 def programs_without(folder: Path, missing: str) -> str:
     """A search path with every program the set-up asks for but one."""
@@ -23,12 +21,13 @@ def programs_without(folder: Path, missing: str) -> str:
     return str(folder)
 
 
+@pytest.mark.parametrize("command", ["setup_environments.py", "check_all.py"])
 @pytest.mark.parametrize("missing", checks.PROGRAMS)
-def test_a_missing_program_is_named_in_one_line(tmp_path, missing):
+def test_a_missing_program_is_named_in_one_line(tmp_path, missing, command):
     search = programs_without(tmp_path, missing)
     cache = tmp_path / "cache"
     answer = subprocess.run(
-        [sys._base_executable, BUILDER],
+        [sys._base_executable, HERE / command],
         env={**os.environ, "PATH": search, "DCR_CACHE": str(cache)},
         capture_output=True,
         text=True,
@@ -37,6 +36,23 @@ def test_a_missing_program_is_named_in_one_line(tmp_path, missing):
     assert answer.returncode == 1
     assert answer.stdout == ""
     assert answer.stderr == f"dcr set-up: the program {missing} is not found; {checks.PROGRAMS[missing]}\n"
+    assert not cache.exists()
+
+
+def test_a_toolchain_without_clippy_is_named_before_anything_is_built(tmp_path):
+    cargo = tmp_path / "cargo"
+    cargo.write_text("#!/bin/sh\ntest $1 = fmt\n")
+    cargo.chmod(0o755)
+    cache = tmp_path / "cache"
+    answer = subprocess.run(
+        [sys._base_executable, HERE / "check_all.py"],
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "DCR_CACHE": str(cache)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == 1
+    assert answer.stderr == "dcr set-up: cargo clippy does not run; run `rustup component add clippy`\n"
     assert not cache.exists()
 
 
