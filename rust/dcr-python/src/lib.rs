@@ -3,6 +3,8 @@
 
 mod coordinator;
 mod errors;
+mod interceptor;
+mod item;
 mod memory;
 mod owner;
 mod receiver;
@@ -19,6 +21,18 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<coordinator::Coordinator>()?;
     module.add_class::<receiver::Receiver>()?;
     module.add_class::<receiver::Task>()?;
+    module.add_class::<item::Item>()?;
+    module.add_class::<interceptor::Interceptor>()?;
+    module.add_class::<interceptor::Outcome>()?;
+    for function in [
+        wrap_pyfunction!(item::make_item, module)?,
+        wrap_pyfunction!(item::raw_item, module)?,
+        wrap_pyfunction!(item::encode_payload, module)?,
+        wrap_pyfunction!(item::decode_payload, module)?,
+        wrap_pyfunction!(interceptor::classify, module)?,
+    ] {
+        module.add_function(function)?;
+    }
     Ok(())
 }
 
