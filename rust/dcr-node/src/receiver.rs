@@ -27,6 +27,8 @@ const BATCH: usize = 8;
 pub struct Task {
     /// Tells answers to this task from answers to earlier ones.
     pub id: u64,
+    /// The attempt that it belongs to.
+    pub attempt: Option<AttemptId>,
     /// What.
     pub kind: TaskKind,
 }
@@ -58,7 +60,7 @@ struct State {
     checks: Option<Arc<Checks>>,
     /// The payload that is being handed to the machine right now.
     arriving: Option<Bytes>,
-    tasks: VecDeque<(u64, Queued)>,
+    tasks: VecDeque<(u64, Option<AttemptId>, Queued)>,
     /// The task whose answer the machine waits for.
     expected: u64,
     next_id: u64,
@@ -109,9 +111,9 @@ impl ReceiverNode {
         let mut state = self.shared.state.lock();
         self.shared.changed.wait_while_for(&mut state, |state| state.tasks.is_empty() && !state.closed, patience);
         if state.closed {
-            return Some(Task { id: 0, kind: TaskKind::Shutdown });
+            return Some(Task { id: 0, attempt: None, kind: TaskKind::Shutdown });
         }
-        let (id, queued) = state.tasks.pop_front()?;
+        let (id, attempt, queued) = state.tasks.pop_front()?;
         drop(state);
         let kind = match queued {
             Queued::Prewarm(catalog) => TaskKind::Prewarm(Arc::new(catalog)),
@@ -130,7 +132,7 @@ impl ReceiverNode {
                 }
             }
         };
-        Some(Task { id, kind })
+        Some(Task { id, attempt, kind })
     }
 
     /// The answer to a prewarm task.
@@ -261,9 +263,10 @@ impl Shared {
             ReceiverAction::DropStaged => {
                 state.staged.clear();
                 // Work that nobody has started must not be started any more, and `stop` must not wait for it.
-                let unstarted = |(_, queued): &(u64, Queued)| !matches!(queued, Queued::Prewarm(_));
+                let unstarted =
+                    |(_, _, queued): &(u64, Option<AttemptId>, Queued)| !matches!(queued, Queued::Prewarm(_));
                 let position = state.tasks.iter().position(unstarted);
-                let (_, queued) = position.and_then(|position| state.tasks.remove(position))?;
+                let (.., queued) = position.and_then(|position| state.tasks.remove(position))?;
                 let reason = Err("stopped before it started".to_owned());
                 return Some(match queued {
                     Queued::Apply(_) => ReceiverEvent::Applied { work: ReceiverWork::default(), result: reason },
@@ -280,7 +283,7 @@ impl State {
         let id = self.next_id;
         self.next_id += 1;
         self.expected = id;
-        self.tasks.push_back((id, queued));
+        self.tasks.push_back((id, self.machine.attempt(), queued));
     }
 }
 

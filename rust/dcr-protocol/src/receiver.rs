@@ -149,6 +149,11 @@ impl Receiver {
         self.classes.as_ref().map_or(&[], |(_, classes)| classes)
     }
 
+    /// The attempt that tasks belong to, in whatever state it is.
+    pub fn attempt(&self) -> Option<AttemptId> {
+        self.attempt.as_ref().map(|attempt| attempt.id)
+    }
+
     /// The active attempt and its mode, if payloads are expected for one.
     pub fn active(&self) -> Option<(AttemptId, Mode)> {
         self.attempt.as_ref().filter(|attempt| attempt.prepared && !attempt.failed).map(|a| (a.id, a.mode))

@@ -35,6 +35,12 @@ impl Task {
         }
     }
 
+    /// The attempt that the task belongs to.
+    #[getter]
+    fn attempt(&self) -> Option<String> {
+        self.task.attempt.map(|attempt| attempt.to_string())
+    }
+
     /// The canonical tensors of a prewarm task: (name, shape, dtype name as in safetensors).
     #[getter]
     fn catalog(&self) -> Vec<(String, Vec<u64>, &'static str)> {
