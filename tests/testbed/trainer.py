@@ -34,13 +34,11 @@ RANK = "RANK"
 BATCH, SEQUENCE = 4, 64
 IDLE_S = 6 * 3600.0
 """How long ranks wait for each other, that is, for the next command."""
-PARENT_DEATH_SIGNAL = 1
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Train a tiny model, step by step, and refit rollout servers."
-    )
+    parser = argparse.ArgumentParser(description="Train a tiny model, step by step, and refit rollout servers.")
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--tp", type=int, default=2, help="ranks, all of them tensor-parallel")
     parser.add_argument("--lr", type=float, default=2e-6)
@@ -121,18 +119,16 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _die_with_parent() -> None:
-    # Also when the watching process is killed, nothing is left behind.
-    ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
-
-
 # A rank.
 
 
 def run_rank(arguments: argparse.Namespace) -> int:
     """One training rank: rank 0 reads the commands and answers them, all ranks carry them out."""
     rank = int(os.environ[RANK])
-    _die_with_parent()
+    # Also when the watching process is killed, nothing is left behind.
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    libc.prctl(PR_SET_NAME, b"dcr-rank-%d" % rank)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the watching process decides
     answers = os.fdopen(arguments.answers, "w", closefd=False) if rank == 0 else None
 
@@ -166,6 +162,9 @@ class _Training:
     """Model, optimizer, data and refit client of one rank."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
+        self.client = None
+        self.recoverable: tuple[type[Exception], ...] = (CommandError,)
+        config = self._refit_config()
         # Imported here, so that the watching process stays small.
         from testbed.megatron_cpu import model as megatron
 
@@ -176,16 +175,21 @@ class _Training:
         self.bridge, self.model = megatron.build(self.checkpoint)
         self.optimizer = megatron.make_optimizer(self.model, arguments.lr)
         self.vocabulary = json.loads((self.checkpoint / "config.json").read_text())["vocab_size"]
-        self.client = None
-        self.recoverable: tuple[type[Exception], ...] = (CommandError,)
-        if os.environ.get("DCR_RELAY"):
-            self._connect()
+        if config is not None:
+            self._connect(config)
 
-    def _connect(self) -> None:
-        from dcr_training import MegatronBridgeSource, RefitClient, RefitConfig, RefitError
+    def _refit_config(self) -> Any:
+        """Read before the model is built, so that a mistake in it is told at once."""
+        if not os.environ.get("DCR_RELAY"):
+            return None
+        from dcr_training import RefitConfig
 
-        source = MegatronBridgeSource(self.bridge, self.model)
-        self.client = RefitClient(source, RefitConfig.from_environment())
+        return RefitConfig.from_environment()
+
+    def _connect(self, config: Any) -> None:
+        from dcr_training import MegatronBridgeSource, RefitClient, RefitError
+
+        self.client = RefitClient(MegatronBridgeSource(self.bridge, self.model), config)
         self.client.initialize()
         self.recoverable += (RefitError,)
 

@@ -75,9 +75,7 @@ class RefitClient:
         "overwrite" or "dense".
         """
         if self._owner is None:
-            raise RefitError(
-                "the refit client is not initialized, or closed: call initialize() on every rank"
-            )
+            raise RefitError("the refit client is not initialized, or closed: call initialize() on every rank")
         try:
             return self._refit(mode)
         except RefitError as error:
@@ -319,9 +317,7 @@ class RefitClient:
         host = tensor.detach().to("cpu").contiguous()
         call(name, list(host.shape), str(host.dtype), host.data_ptr(), host.numel() * host.element_size())
 
-    def _attempt(
-        self, call: Callable[..., Any], *arguments: Any, tensor: str | None = None
-    ) -> Failure | None:
+    def _attempt(self, call: Callable[..., Any], *arguments: Any, tensor: str | None = None) -> Failure | None:
         try:
             call(*arguments)
         except Exception as error:

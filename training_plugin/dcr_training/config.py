@@ -52,9 +52,7 @@ class RefitConfig:
         if self.relay is not None and "://" not in self.relay:
             raise ValueError(f"refit configuration: relay {self.relay!r} is not of the form tcp://HOST:PORT")
         if self.application not in APPLICATIONS:
-            raise ValueError(
-                f"refit configuration: application {self.application!r} is none of {APPLICATIONS}"
-            )
+            raise ValueError(f"refit configuration: application {self.application!r} is none of {APPLICATIONS}")
         for name in ("connect_timeout_s", "peers_timeout_s", "timeout_s", "source_grace_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"refit configuration: `{name}` is {getattr(self, name)}, not above 0")

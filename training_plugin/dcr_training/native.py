@@ -1,9 +1,13 @@
 """The native part, imported when it is first needed: sources and reports work without it."""
 
 import importlib
+import re
 from types import ModuleType
 
 from dcr_training.errors import RefitError
+
+# A refit that failed because somebody else was late also says what was waited for, and more.
+_TIMEOUT = re.compile(r"waited \S+ for (the coordinator to prepare a refit|the refit to end)")
 
 
 def load() -> ModuleType:
@@ -17,4 +21,4 @@ def load() -> ModuleType:
 
 def timed_out(error: Exception) -> bool:
     """Whether a native call only ran out of the time that it was given."""
-    return bool(getattr(error, "timed_out", False)) or str(error).startswith("waited ")
+    return bool(getattr(error, "timed_out", False)) or _TIMEOUT.fullmatch(str(error)) is not None

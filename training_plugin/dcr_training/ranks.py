@@ -112,8 +112,10 @@ def first_of(failures: list[Failure]) -> Failure:
 
 def out_of_step(failures: list[Failure], size: int) -> bool:
     """Whether ranks have left their sources at different points: their collectives no longer match."""
-    left = [failure.count for failure in failures if failure.kind in ("source", "abandoned")]
-    return size > 1 and bool(left) and (len(left) < size or len(set(left)) > 1)
+    if any(failure.kind == "abandoned" for failure in failures):
+        return True
+    left = [failure.count for failure in failures if failure.kind == "source"]
+    return bool(left) and (len(left) < size or len(set(left)) > 1)
 
 
 def _first_line(error: Exception) -> str:

@@ -99,9 +99,7 @@ class StateDictSource(_Distributed):
             self._weights = weights
         else:
             kind = type(weights).__name__
-            raise TypeError(
-                f"a state-dict source takes a module, or a callable that returns tensors; not {kind}"
-            )
+            raise TypeError(f"a state-dict source takes a module, or a callable that returns tensors; not {kind}")
         self._name = type(weights).__name__
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

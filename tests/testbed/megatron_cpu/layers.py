@@ -101,9 +101,7 @@ class _GroupedLinear(torch.nn.Module):
     def forward(self, hidden: torch.Tensor, tokens_per_expert: list[int]):
         parts = torch.split(hidden, list(tokens_per_expert))
         weights = self.parameters()
-        results = [
-            torch.nn.functional.linear(part, weight) for part, weight in zip(parts, weights, strict=True)
-        ]
+        results = [torch.nn.functional.linear(part, weight) for part, weight in zip(parts, weights, strict=True)]
         return torch.cat(results), None
 
 

@@ -26,11 +26,16 @@ def initialize(
 
     A collective fails when a rank keeps the others waiting for longer than `patience_s`.
     """
+    dist.init_process_group("gloo", timeout=timedelta(seconds=patience_s))
+    initialize_groups(tensor_parallel, pipeline_parallel, expert_parallel)
+
+
+def initialize_groups(tensor_parallel: int, pipeline_parallel: int = 1, expert_parallel: int = 1) -> None:
+    """Lay Megatron's groups over a process group that is there already."""
     # Each matrix here is tiny, and results must not depend on how many cores a machine has.
     torch.set_num_threads(1)
     # The Bridge tells each conversion at INFO, and megatron-core warns of everything that this machine lacks.
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=patience_s))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_parallel,
         pipeline_model_parallel_size=pipeline_parallel,
