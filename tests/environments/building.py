@@ -128,9 +128,7 @@ def build(cache: Cache, key: str, held_lock: int) -> Path:
 
 
 @contextmanager
-def told(
-    cache: Cache, title: str, log_name: str, index: tuple[str, str] | None = None
-) -> Iterator[tuple[Step, Path]]:
+def told(cache: Cache, title: str, log_name: str, index: tuple[str, str] | None = None) -> Iterator[tuple[Step, Path]]:
     """Show one step of the build, and tell its failure in one line."""
     log = cache.log(log_name)
     with step(title) as running:

@@ -110,9 +110,7 @@ def check_components() -> None:
     check_python()
     check_programs()
     for command, component in COMPONENTS.items():
-        answer = subprocess.run(
-            ["cargo", command, "--version"], cwd=REPOSITORY, capture_output=True, check=False
-        )
+        answer = subprocess.run(["cargo", command, "--version"], cwd=REPOSITORY, capture_output=True, check=False)
         if answer.returncode != 0:
             raise SetupProblem(f"cargo {command} does not run; run `rustup component add {component}`")
 

@@ -54,9 +54,7 @@ def check_programs(search: str | None = None) -> None:
 
 def rustc_version(environ: Mapping[str, str] = os.environ) -> str:
     """The compiler's version line; refused when it is older than the workspace's `rust-version`."""
-    answer = subprocess.run(
-        ["rustc", "--version"], capture_output=True, text=True, check=False, env=dict(environ)
-    )
+    answer = subprocess.run(["rustc", "--version"], capture_output=True, text=True, check=False, env=dict(environ))
     found = re.match(r"rustc (\d+)\.(\d+)", answer.stdout)
     if answer.returncode != 0 or found is None:
         why = (answer.stderr.strip().splitlines() or ["it printed no version"])[0]
@@ -65,8 +63,7 @@ def rustc_version(environ: Mapping[str, str] = os.environ) -> str:
     needed = re.search(r'^rust-version = "(\d+)\.(\d+)', manifest, re.MULTILINE)
     if needed and (int(found[1]), int(found[2])) < (int(needed[1]), int(needed[2])):
         raise SetupProblem(
-            f"rustc {found[1]}.{found[2]} is too old, {needed[1]}.{needed[2]} is needed; "
-            f"run `rustup update stable`"
+            f"rustc {found[1]}.{found[2]} is too old, {needed[1]}.{needed[2]} is needed; run `rustup update stable`"
         )
     return answer.stdout.strip()
 

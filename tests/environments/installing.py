@@ -64,9 +64,7 @@ def uv_variables(cache: Cache, environ: Mapping[str, str] = os.environ) -> dict[
 def pip_settings(cache: Cache, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """pip's settings from its files and variables; the variables win."""
     command = [str(cache.python("tools")), "-m", "pip", "config", "list"]
-    answer = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=clean_variables(environ)
-    )
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, env=clean_variables(environ))
     found: dict[str, str] = {}
     for wanted in ("global.", "install.", ":env:."):
         for line in answer.stdout.splitlines():

@@ -20,8 +20,7 @@ CAUSES = (
     (
         r"certificate verify failed|CERTIFICATE_VERIFY_FAILED|invalid peer certificate|UnknownIssuer"
         r"|SSL certificate problem",
-        "the certificate of {index} is not trusted; set SSL_CERT_FILE to the file with your network's "
-        "certificates",
+        "the certificate of {index} is not trusted; set SSL_CERT_FILE to the file with your network's certificates",
     ),
     (
         # In the words of pip, of uv, of cargo, and of more than one.
@@ -39,8 +38,7 @@ CAUSES = (
     (
         r"(?:No matching distribution found for|Because there is no version of) (?P<found>\S+)"
         r"|Because (?P<name>\S+) was not found in the package registry",
-        "{index} does not serve {found}; name an index that does ({setting}), or change the pin and run "
-        "`make lock`",
+        "{index} does not serve {found}; name an index that does ({setting}), or change the pin and run `make lock`",
     ),
     (
         r"needs to be updated but --locked was passed|cannot update the lock file",

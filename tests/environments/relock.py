@@ -18,9 +18,7 @@ from environments.progress import PREFIX, step
 from environments.setup_environments import set_up
 
 HEADER = "# Made by `make lock` from {name}.in: every package of the environment with its exact version.\n"
-HEADER_BENEATH = (
-    "# The packages of {beneath}.lock are seen as well and are left out where the version is the same.\n"
-)
+HEADER_BENEATH = "# The packages of {beneath}.lock are seen as well and are left out where the version is the same.\n"
 
 
 def resolve(name: str, uv: Path, cache, variables: dict[str, str]) -> list[str]:

@@ -122,9 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--print", action="store_true", help="print the paths as JSON on standard output")
     names = list(ENVIRONMENTS)
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help="only these environments")
-    parser.add_argument(
-        "--run", choices=names, metavar="NAME", help="then become COMMAND in this environment"
-    )
+    parser.add_argument("--run", choices=names, metavar="NAME", help="then become COMMAND in this environment")
     parser.add_argument("command", nargs="*", metavar="COMMAND", help="after --: what to run")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, stop)

@@ -63,9 +63,7 @@ def test_all_programs_present_is_no_problem():
 
 @pytest.mark.parametrize("module", checks.MODULES)
 def test_a_missing_venv_module_is_named(module):
-    with pytest.raises(
-        SetupProblem, match=f"Python's module {module} is missing; run `apt install python3.11-venv`"
-    ):
+    with pytest.raises(SetupProblem, match=f"Python's module {module} is missing; run `apt install python3.11-venv`"):
         checks.check_python(find_module=lambda name: None if name == module else object())
 
 
@@ -83,9 +81,7 @@ def test_an_old_compiler_is_named_with_the_version_needed(tmp_path):
     old = tmp_path / "rustc"
     old.write_text("#!/bin/sh\necho rustc 1.63.0\n")
     old.chmod(0o755)
-    with pytest.raises(
-        SetupProblem, match=r"rustc 1\.63 is too old, 1\.\d+ is needed; run `rustup update stable`"
-    ):
+    with pytest.raises(SetupProblem, match=r"rustc 1\.63 is too old, 1\.\d+ is needed; run `rustup update stable`"):
         checks.rustc_version({**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin"})
 
 

@@ -147,9 +147,7 @@ def test_every_environment_of_the_set_up_in_use_has_the_locked_packages():
     """The set-up that runs these tests: each environment holds exactly what its lock file says."""
     places = set_up(only=["rollout", "training"])
     for name in ("tools", "torch", "rollout", "training"):
-        code = (
-            "import importlib.metadata as m; [print(d.name, d.version) for d in m.distributions(path=[PATH])]"
-        )
+        code = "import importlib.metadata as m; [print(d.name, d.version) for d in m.distributions(path=[PATH])]"
         folder = next(places.cache.environments[name].glob("lib/python3.*/site-packages"))
         answer = subprocess.run(
             [places.python(name), "-I", "-c", code.replace("PATH", repr(str(folder)))],

@@ -40,7 +40,8 @@ def start(command: Sequence[str | Path], env: Mapping[str, str], log: Path) -> s
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=die_with_parent,
+                # It calls prctl and nothing that could need a lock of another thread.
+                preexec_fn=die_with_parent,  # noqa: PLW1509
             )
     except OSError as error:
         raise ProcessError(f"{command[0]} cannot be started: {error.strerror}") from error

@@ -68,13 +68,6 @@ def refit_or_error(client, mode="auto"):
     return result
 
 
-@pytest.fixture(scope="module")
-def team():
-    ranks = Team(2)
-    yield ranks
-    ranks.close()
-
-
 def two_refits(rank, key):
     client, fake, source = make_client(rank, key)
     with client:

@@ -7,20 +7,12 @@ import torch
 import torch.distributed as dist
 from dcr_training import MegatronBridgeSource, StateDictSource, WeightSource
 from safetensors.torch import load_file
-from team import Team
 from testbed.checkpoint import make_qwen3_moe
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return make_qwen3_moe(tmp_path_factory.mktemp("checkpoint"), layers=1, vocab=128, hidden=64, experts=4)
-
-
-@pytest.fixture(scope="module")
-def team():
-    ranks = Team(2)
-    yield ranks
-    ranks.close()
 
 
 def bits(tensor):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_receiver import SmallReceiver
 from testbed.checkpoint import make_qwen3_moe
 from testbed.train import Trainer, TrainerError
 
@@ -38,25 +39,42 @@ def name_of(pid):
     return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
-def test_step_by_step(checkpoint, tmp_path):
+def expect_bits(receiver, directory):
+    weights = load_file(directory / "model.safetensors")
+    assert receiver.tensors.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(receiver.tensors[name].view(torch.int16), tensor.view(torch.int16)), name
+
+
+def test_steps_refits_and_exports(checkpoint, tmp_path, relay):
     log = tmp_path / "trainer.log"
-    with Trainer.start(checkpoint, environment(), log, lr=2e-6) as trainer:
-        assert trainer.started["ranks"] == 2
+    env = {**environment(), "DCR_RELAY": relay, "DCR_RECORD": str(tmp_path / "record")}
+    env["DCR_INSECURE_LOOPBACK"] = "1"
+    receiver = SmallReceiver(relay)
+    with Trainer.start(checkpoint, env, log, lr=2e-6) as trainer:
+        assert trainer.started["ranks"] == 2 and trainer.started["refits"]
         start = trainer.export(tmp_path / "start")
         assert changed_share(checkpoint, start) == 0.0
         for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
             assert (start / name).read_bytes() == (checkpoint / name).read_bytes()
-        first = trainer.step()
-        assert first["step"] == 1 and first["updated"] and first["loss"] > 0
+        report = trainer.refit()
+        assert (report["mode"], report["version"], report["changed"]) == ("dense", 1, 0)
+        expect_bits(receiver, start)
         before = start
         for step in (1, 2):
+            answer = trainer.step()
+            assert answer["step"] == step and answer["updated"] and answer["loss"] > 0
+            report = trainer.refit()
             now = trainer.export(tmp_path / f"step{step}")
-            assert 0.001 < changed_share(before, now) < 0.1
+            expect_bits(receiver, now)
+            share = changed_share(before, now)
+            assert 0.001 < share < 0.1
+            assert report["changed_share"] == pytest.approx(share)
+            assert report["payload_share"] < 0.1
             before = now
-            trainer.step()
-        with pytest.raises(TrainerError, match="refit failed: this trainer has no relay"):
-            trainer.refit()
-        assert trainer.step()["step"] == 4, "a refused command ends nothing"
+        with pytest.raises(TrainerError, match=r"refit failed: refit modes .* must be the same"):
+            trainer.refit("sparse")
+        assert trainer.step()["step"] == 3, "a refused command ends nothing"
         # A rank that dies takes the trainer with it, and the caller is told.
         ranks = ranks_of(trainer)
         assert len(ranks) == 2
@@ -65,6 +83,7 @@ def test_step_by_step(checkpoint, tmp_path):
             for _ in range(3):
                 trainer.step()
         trainer.stop()
+    receiver.close()
     assert "rank 1 ended with status -9" in log.read_text()
     assert not [pid for pid in ranks if os.path.exists(f"/proc/{pid}")]
 

@@ -94,6 +94,4 @@ class DcrWeightTransferEngine(WeightTransferEngine[DcrInitInfo, DcrUpdateInfo]):
             self.receiver = ReceiverThread(self.model, self.name, relay)
             logger.info("dcr: %s started", self.name)
         except Exception as error:
-            logger.error(
-                "dcr: no receiver in this worker, refits will wait for it in vain: %s", one_line(error)
-            )
+            logger.error("dcr: no receiver in this worker, refits will wait for it in vain: %s", one_line(error))

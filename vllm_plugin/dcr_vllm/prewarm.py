@@ -127,9 +127,7 @@ def span(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def prewarm(
-    model: torch.nn.Module, storage: ResidentStorage, catalog: Iterable[CanonicalTensor]
-) -> Prewarmed:
+def prewarm(model: torch.nn.Module, storage: ResidentStorage, catalog: Iterable[CanonicalTensor]) -> Prewarmed:
     """Runs the loader over every tensor of the catalog without writing, and classifies their paths.
 
     A loader that raises makes its tensor "unsupported", with the loader's own words.

@@ -27,9 +27,7 @@ POLL_S = 1.0
 class ReceiverThread:
     """Runs the tasks of one native receiver against one model."""
 
-    def __init__(
-        self, model: torch.nn.Module, name: str, relay: str | None = None, receiver: Any = None
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, name: str, relay: str | None = None, receiver: Any = None) -> None:
         self.model = model
         self.name = name
         self._receiver = receiver or _native.Receiver(name, relay=relay)

@@ -1,0 +1,99 @@
+"""Intercepting the native loader's final copies: torch's dispatcher through a C++ hook, or a Python dispatch mode.
+
+The C++ hook implements `aten::copy_` for a dispatch key that is otherwise unused, and includes the key in this
+thread's dispatch set only while an interceptor is at work: nothing is slower outside, and other threads see nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from dcr import _native
+from torch.utils._python_dispatch import TorchDispatchMode
+
+logger = logging.getLogger("vllm.dcr")
+
+DISPATCH_KEY = "DeferredInit"
+COPY = torch.ops.aten.copy_.default
+
+
+class CopyDispatchMode(TorchDispatchMode):
+    """The fall-back: hands every `copy_` of this thread to the interceptor. Eight times slower than the C++ hook."""
+
+    def __init__(self, interceptor: _native.Interceptor) -> None:
+        super().__init__()
+        self.interceptor = interceptor
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is COPY and self._handled(args[0], args[1]):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def _handled(self, dst: torch.Tensor, src: torch.Tensor) -> bool:
+        try:
+            src = src.expand_as(dst)
+        except RuntimeError:
+            # Shapes that cannot be broadcast are torch's to complain about.
+            return False
+        return self.interceptor.on_copy(*_view(dst), *_view(src))
+
+
+def _view(tensor: torch.Tensor) -> tuple[int, str, bool, list[int], list[int]]:
+    on_cpu = tensor.device.type == "cpu"
+    address = 0 if tensor.device.type == "meta" else tensor.data_ptr()
+    return address, str(tensor.dtype), on_cpu, list(tensor.shape), list(tensor.stride())
+
+
+@functools.cache
+def copy_hook() -> str:
+    """ "cpp" or "python": which hook this process uses, decided once. `DCR_COPY_HOOK` forces one."""
+    wanted = os.environ.get("DCR_COPY_HOOK", "cpp")
+    if wanted == "python":
+        return wanted
+    reason = _install()
+    if reason is None:
+        return "cpp"
+    logger.warning("dcr: the C++ copy_ hook cannot be used (%s); the slower Python dispatch mode is", reason)
+    return "python"
+
+
+def _install() -> str | None:
+    """Installs the C++ hook; None when it is installed, else the reason in one line."""
+    try:
+        # Key numbers move between releases of torch, so the number is read and never compiled in.
+        number = int(torch._C._dispatch_key_parse(DISPATCH_KEY))
+        if (reason := _native.install_copy_hook(DISPATCH_KEY, number)) is not None:
+            return reason
+        _fall_through()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+_LIBRARIES: list[torch.library.Library] = []
+
+
+def _fall_through() -> None:
+    """All other operators pass the key by. The registration lives as long as the library object."""
+    library = torch.library.Library("_", "IMPL", DISPATCH_KEY)
+    library.fallback(torch.library.fallthrough_kernel)
+    _LIBRARIES.append(library)
+
+
+@contextmanager
+def intercepting(interceptor: _native.Interceptor) -> Iterator[None]:
+    """Hands every `copy_` of this thread to the interceptor until the block ends."""
+    if copy_hook() == "python":
+        with CopyDispatchMode(interceptor):
+            yield
+        return
+    guard = _native.CopyHookGuard(interceptor)
+    try:
+        yield
+    finally:
+        guard.close()
