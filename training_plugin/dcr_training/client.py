@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -130,7 +131,13 @@ class RefitClient:
         return None if names else self._failure("the weight source yields no tensors")
 
     def _connect(self) -> None:
-        self._owner.register(self.config.connect_timeout_s, self.config.relay)
+        relay = self.config.relay or os.environ.get("DCR_RELAY", "")
+        try:
+            self._owner.register(self.config.connect_timeout_s, self.config.relay)
+        except Exception as error:
+            if relay in str(error):
+                raise
+            raise RefitError(f"{_told(error)}: is `dcr relay` running at {relay}?") from error
         if self._ranks.rank == 0:
             self._coordinator = native.load().Coordinator(
                 self._ranks.size,
