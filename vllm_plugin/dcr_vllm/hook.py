@@ -20,6 +20,7 @@ logger = logging.getLogger("vllm.dcr")
 
 DISPATCH_KEY = "DeferredInit"
 COPY = torch.ops.aten.copy_.default
+FOREACH_COPY = torch.ops.aten._foreach_copy_.default
 
 
 class CopyDispatchMode(TorchDispatchMode):
@@ -32,6 +33,12 @@ class CopyDispatchMode(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is COPY and self._handled(args[0], args[1]):
             return args[0]
+        if func is FOREACH_COPY:
+            # The C++ hook sees the single copies; a mode sees the list.
+            for dst, src in zip(args[0], args[1], strict=True):
+                if not self._handled(dst, src):
+                    dst.copy_(src)
+            return None
         return func(*args, **(kwargs or {}))
 
     def _handled(self, dst: torch.Tensor, src: torch.Tensor) -> bool:

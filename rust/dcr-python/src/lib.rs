@@ -3,6 +3,7 @@
 
 mod coordinator;
 mod errors;
+mod hook;
 mod interceptor;
 mod item;
 mod memory;
@@ -24,12 +25,14 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<item::Item>()?;
     module.add_class::<interceptor::Interceptor>()?;
     module.add_class::<interceptor::Outcome>()?;
+    module.add_class::<hook::CopyHookGuard>()?;
     for function in [
         wrap_pyfunction!(item::make_item, module)?,
         wrap_pyfunction!(item::raw_item, module)?,
         wrap_pyfunction!(item::encode_payload, module)?,
         wrap_pyfunction!(item::decode_payload, module)?,
         wrap_pyfunction!(interceptor::classify, module)?,
+        wrap_pyfunction!(hook::install_copy_hook, module)?,
     ] {
         module.add_function(function)?;
     }
