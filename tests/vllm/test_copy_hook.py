@@ -128,11 +128,11 @@ def test_a_parameter_that_widens_to_fp32_takes_overwrites_only():
     resident = torch.zeros(8, 6)
     bench = Bench(resident, encoding="overwrite")
     resident.copy_(bench.old.float())
-    assert bench.run(lambda scratch: resident.copy_(scratch)).violations == []
+    assert bench.run(resident.copy_).violations == []
     assert torch.equal(resident.view(torch.int32), bench.new.float().view(torch.int32))
     bench = Bench(resident, encoding="xor")
     before = resident.clone()
-    outcome = bench.run(lambda scratch: resident.copy_(scratch))
+    outcome = bench.run(resident.copy_)
     assert outcome.copies == 0 and len(outcome.violations) == 1
     assert bench.interceptor.failure == outcome.violations[0]
     assert torch.equal(resident, before)

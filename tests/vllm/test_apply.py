@@ -1,0 +1,253 @@
+"""Items through a real vLLM's native loader, in process: bit-identical to the loader's own dense load.
+
+The model's reference states are made by vLLM's loader alone, before any code of dcr writes.
+"""
+
+import os
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from testbed.checkpoint import make_qwen3_moe
+from testbed.verify import named_storage, raw
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    # The engine would otherwise wait for a relay.
+    "DCR_RELAY": "",
+}
+
+
+class Served:
+    """A served model, its old and new canonical tensors, and what a dense load of each leaves in storage."""
+
+    def __init__(self, folder) -> None:
+        from vllm import LLM
+
+        make_qwen3_moe(folder)
+        self.llm = LLM(
+            model=str(folder),
+            dtype="bfloat16",
+            max_model_len=128,
+            max_num_seqs=2,
+            enforce_eager=True,
+            kv_cache_memory_bytes=32 << 20,
+            gpu_memory_utilization=0.2,
+            weight_transfer_config={"backend": "dcr"},
+        )
+        self.llm.collective_rpc(lambda worker: setattr(self, "model", worker.model_runner.get_model()))
+        self.old = load_file(folder / "model.safetensors")
+        self.new = {name: perturbed(tensor, index) for index, (name, tensor) in enumerate(self.old.items())}
+        self.resident_new = self.load(self.new)
+        self.resident_old = self.load(self.old)
+
+    def load(self, tensors) -> dict[str, torch.Tensor]:
+        """vLLM's own dense load, and the storage after it."""
+        with torch.no_grad():
+            self.model.load_weights(list(tensors.items()))
+        return {name: tensor.clone() for name, tensor in named_storage(self.model)}
+
+    def holds(self, state: dict[str, torch.Tensor]) -> bool:
+        """Whether every parameter and buffer has these bits."""
+        return all(torch.equal(raw(tensor), raw(state[name])) for name, tensor in named_storage(self.model))
+
+    def items(self, encoding: str, names=None) -> list:
+        """The step from old to new, one item a tensor."""
+        from dcr import _native
+
+        made = []
+        for name, old in self.old.items():
+            if names is None or name in names:
+                new = self.new[name]
+                shape, size = list(old.shape), old.numel() * 2
+                made.append(_native.make_item(name, shape, "BF16", old.data_ptr(), new.data_ptr(), size, encoding))
+        return made
+
+    def manager(self):
+        """A prewarmed scratch manager."""
+        from dcr_vllm.prewarm import prewarm
+        from dcr_vllm.scratch import ScratchManager
+        from dcr_vllm.storage import ResidentStorage
+
+        storage = ResidentStorage(self.model)
+        manager = ScratchManager(self.model, storage, prewarm(self.model, storage, self.catalog()))
+        manager.begin_attempt()
+        return manager
+
+    def catalog(self):
+        """The canonical tensors, as prewarm takes them."""
+        from dcr_vllm.prewarm import CanonicalTensor
+
+        return [CanonicalTensor(name, tuple(tensor.shape), "BF16") for name, tensor in self.old.items()]
+
+
+def perturbed(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    """About 2% of the values with other low bits, and among them a flipped sign, a NaN and an infinity."""
+    generator = torch.Generator().manual_seed(seed)
+    new = tensor.clone()
+    words = new.view(-1).view(torch.int16)
+    chosen = torch.rand(words.shape, generator=generator) < 0.02
+    words[chosen] ^= torch.randint(1, 128, words.shape, generator=generator, dtype=torch.int32).to(torch.int16)[chosen]
+    words[0] ^= -0x8000
+    words[1], words[2] = 0x7FC1, 0x7F80
+    return new
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """One engine for the whole module."""
+    before = {name: os.environ.get(name) for name in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
+    try:
+        yield Served(tmp_path_factory.mktemp("served"))
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+@pytest.fixture(autouse=True)
+def old_weights(served):
+    """Every test starts from the old weights."""
+    served.load(served.old)
+    assert served.holds(served.resident_old)
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite", "dense"])
+@pytest.mark.parametrize("hook", ["cpp", "python"])
+def test_a_step_is_bit_identical_to_a_dense_load(served, encoding, hook, monkeypatch):
+    import dcr_vllm.hook
+
+    monkeypatch.setattr(dcr_vllm.hook, "copy_hook", lambda: hook)
+    if hook == "cpp":
+        monkeypatch.undo()
+        assert dcr_vllm.hook.copy_hook() == "cpp"
+    errors = []
+
+    def apply():
+        try:
+            served.manager().apply(served.items(encoding))
+        except Exception as error:
+            errors.append(error)
+
+    # As in a worker: on a thread that is not the engine's.
+    thread = threading.Thread(target=apply)
+    thread.start()
+    thread.join()
+    assert errors == []
+    assert served.holds(served.resident_new)
+
+
+def test_overwrites_may_be_repeated_and_xor_twice_undoes_itself(served):
+    manager = served.manager()
+    for _ in range(2):
+        manager.apply(served.items("overwrite"))
+    assert served.holds(served.resident_new)
+    manager.apply(served.items("xor"))
+    assert served.holds(served.resident_old)
+
+
+def test_the_order_of_tensors_does_not_matter(served):
+    served.manager().apply(served.items("xor")[::-1])
+    assert served.holds(served.resident_new)
+
+
+def test_prewarm_writes_nothing_and_finds_every_path_plain(served):
+    classes = served.manager().prewarmed.classes
+    assert {kind for kind, _ in classes.values()} == {"xor"}
+    assert len(classes) == len(served.old)
+    assert served.holds(served.resident_old)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype", "words"),
+    [
+        ("model.layers.0.nonsense.weight", (4,), "BF16", "nonsense"),
+        ("model.norm.weight", (3,), "BF16", "3"),
+        ("lm_head.weight", (512, 128), "F64", "F64"),
+    ],
+    ids=["unknown", "shape", "dtype"],
+)
+def test_what_the_loader_cannot_take_is_unsupported_and_writes_nothing(served, name, shape, dtype, words):
+    from dcr_vllm.prewarm import CanonicalTensor, prewarm
+    from dcr_vllm.storage import ResidentStorage
+
+    found = prewarm(served.model, ResidentStorage(served.model), [CanonicalTensor(name, shape, dtype)])
+    kind, reason = found.classes[name]
+    assert kind == "unsupported"
+    assert words in reason and "\n" not in reason
+    assert served.holds(served.resident_old)
+
+
+def test_a_loader_that_writes_another_way_fails_the_attempt(served, monkeypatch):
+    from dcr_vllm.scratch import LoaderConditionError
+
+    manager = served.manager()
+    load = type(served.model).load_weights
+
+    def through_a_temporary(self, weights):
+        return load(self, ((name, tensor.clone()) for name, tensor in weights))
+
+    monkeypatch.setattr(type(served.model), "load_weights", through_a_temporary)
+    with pytest.raises(LoaderConditionError, match="scratch"):
+        manager.apply(served.items("xor"))
+    assert served.holds(served.resident_old)
+    monkeypatch.undo()
+    with pytest.raises(Exception, match="failed"):
+        manager.apply(served.items("xor"))
+    manager.begin_attempt()
+    manager.apply(served.items("xor"))
+    assert served.holds(served.resident_new)
+
+
+def test_a_loader_that_reports_without_copying_fails_the_attempt(served, monkeypatch):
+    from dcr_vllm.scratch import LoaderConditionError
+
+    manager = served.manager()
+    load = type(served.model).load_weights
+
+    def forgetful(self, weights):
+        name, _ = next(iter(weights))
+        return {name}
+
+    monkeypatch.setattr(type(served.model), "load_weights", forgetful)
+    with pytest.raises(LoaderConditionError):
+        manager.apply(served.items("xor", {"model.norm.weight"}))
+    monkeypatch.setattr(type(served.model), "load_weights", load)
+    assert served.holds(served.resident_old)
+
+
+def test_storage_that_was_replaced_after_prewarm_is_named(served):
+    from dcr_vllm.scratch import LoaderConditionError
+
+    manager = served.manager()
+    norm = served.model.model.norm.weight
+    kept = norm.data
+    norm.data = kept.clone()
+    try:
+        with pytest.raises(LoaderConditionError, match=r"model\.norm\.weight"):
+            manager.begin_attempt()
+    finally:
+        norm.data = kept
+
+
+def test_the_layout_rule_holds_and_is_missed_where_it_was_not_applied(served):
+    from dcr_vllm.loader_layout import KEPT, layout_is_kept
+
+    assert layout_is_kept(served.model) is None
+    head = served.model.lm_head
+    delattr(head, KEPT)
+    try:
+        assert "lm_head" in layout_is_kept(served.model)
+    finally:
+        setattr(head, KEPT, True)
+
+
+def test_it_still_generates(served):
+    served.manager().apply(served.items("xor", {"model.norm.weight"}))
+    (output,) = served.llm.generate(["w1 w2 w3"], use_tqdm=False)
+    assert output.outputs[0].token_ids
