@@ -187,6 +187,7 @@ impl Driver {
     }
 
     fn act(&self, action: Action) {
+        // A send fails only once the driver, and with it the refit, is gone.
         let events = self.events.clone();
         match action {
             Action::Send { to, message } => self.endpoint.send(Outgoing { to, message, body: None }),
@@ -194,17 +195,19 @@ impl Driver {
                 let (gate, close) = (self.gate.clone(), action == Action::CloseGate);
                 spawn_blocking(move || {
                     let event = if close { Event::GateClosed(gate.close()) } else { Event::GateOpened(gate.open()) };
-                    events.send(event)
+                    let _ = events.send(event);
                 });
             }
             Action::Commit { expected, new } => {
                 let store = Arc::clone(&self.store);
-                tokio::spawn(async move { events.send(Event::CommitDone(commit(&*store, expected, new).await)) });
+                tokio::spawn(async move {
+                    let _ = events.send(Event::CommitDone(commit(&*store, expected, new).await));
+                });
             }
             Action::Arm { timer, after } => {
                 tokio::spawn(async move {
                     tokio::time::sleep(after).await;
-                    events.send(Event::Deadline(timer))
+                    let _ = events.send(Event::Deadline(timer));
                 });
             }
             Action::Finish(result) => {

@@ -36,7 +36,7 @@ impl DeclaredOrder {
     }
 
     /// The payload to apply next; `None` when every stream has ended and been passed.
-    pub fn next(&mut self) -> Option<PayloadKey> {
+    pub fn due(&mut self) -> Option<PayloadKey> {
         if self.complete() {
             return None;
         }
@@ -46,7 +46,7 @@ impl DeclaredOrder {
         Some(self.next)
     }
 
-    /// The payload that `next` returned has been applied.
+    /// The payload that `due` returned has been applied.
     pub fn advance(&mut self) {
         self.step();
     }
@@ -82,15 +82,15 @@ mod tests {
     fn passes_ended_streams() {
         let mut order = DeclaredOrder::new(3);
         assert!(order.end(1, 0) && order.end(0, 1));
-        assert_eq!(order.next(), Some(key(0, 0)));
+        assert_eq!(order.due(), Some(key(0, 0)));
         order.advance();
-        assert_eq!(order.next(), Some(key(0, 2)));
+        assert_eq!(order.due(), Some(key(0, 2)));
         order.advance();
-        assert_eq!(order.next(), Some(key(1, 2)), "owner 2 has not ended");
+        assert_eq!(order.due(), Some(key(1, 2)), "owner 2 has not ended");
         assert!(!order.complete());
         assert!(order.end(2, 1));
         assert!(order.complete());
-        assert_eq!(order.next(), None);
+        assert_eq!(order.due(), None);
     }
 
     #[test]
@@ -118,7 +118,7 @@ mod tests {
                         prop_assert!(order.end(owner as u32, end));
                     }
                 }
-                let Some(next) = order.next() else { break };
+                let Some(next) = order.due() else { break };
                 if ends[next.owner as usize] <= next.sequence {
                     // Without the end known, the walk waits here.
                     prop_assert!(!told);

@@ -388,7 +388,7 @@ impl Receiver {
         }
         let mut keys = Vec::new();
         while keys.len() < batch
-            && let Some(key) = current.order.next()
+            && let Some(key) = current.order.due()
             && current.staged.remove(&key)
         {
             current.order.advance();
