@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 from environments.setup_environments import set_up
@@ -16,10 +15,16 @@ from testbed.run import Run
 from testbed.train import TrainerError
 
 
+@pytest.fixture(scope="module")
+def places():
+    """The environments and the build of dcr that all tests use."""
+    return set_up()
+
+
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
-def run(request, tmp_path_factory):
+def run(request, places, tmp_path_factory):
     """One run for each tensor-parallel degree; its tests go on where the one before stopped."""
-    with Run(set_up(), tmp_path_factory.mktemp(f"tp{request.param}"), tp=request.param) as run:
+    with Run(places, tmp_path_factory.mktemp(f"tp{request.param}"), tp=request.param) as run:
         yield run
 
 
@@ -121,8 +126,7 @@ def sessions(leaders: list[int]) -> list[str]:
     return [" ".join(row) for row in rows if int(row[0]) in leaders and not row[2].startswith("Z")]
 
 
-def test_a_missing_relay_is_one_line(tmp_path: Path):
-    places = set_up()
+def test_a_missing_relay_is_one_line(places):
     environment = places.variables("training") | {"DCR_INSECURE_LOOPBACK": "1", "DCR_RELAY": "tcp://127.0.0.1:9"}
     code = "from dcr import _native; _native.Owner(0, 1).register(timeout_s=7)"
     command = [places.python("training"), "-c", code]

@@ -143,6 +143,7 @@ fn view<'a>(tensor: &ffi::TensorView<'a>) -> View<'a> {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -22,6 +22,7 @@ impl Coordinator {
     /// base URLs of the vLLM servers, `receivers` how many rollout ranks must be connected before a refit.
     /// `application` is "asynchronous" (stage and check everything, then close the gate and apply) or "synchronous".
     #[new]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of a Python constructor")]
     #[pyo3(signature = (
         owners, receivers, record, gates, application="asynchronous", relay=None, timeout_s=60.0,
         peers_timeout_s=None,

@@ -70,7 +70,6 @@ fn wrong(error: impl ToString) -> PyErr {
 
 /// The item that turns one contiguous host tensor into another of the same dtype and shape.
 #[pyfunction]
-#[expect(clippy::too_many_arguments, reason = "two tensors as pointer and metadata")]
 pub fn make_item(
     name: String,
     shape: Vec<u64>,
