@@ -1,14 +1,14 @@
 """A table that is printed line by line, as its rows come."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class Table:
-    """Columns as wide as their titles or the widths given; everything but the first two is right-aligned."""
+    """Columns by title and width; everything but the first two is right-aligned."""
 
-    def __init__(self, titles: Sequence[str], width: int = 10) -> None:
-        self.titles = titles
-        self.widths = [max(len(title), width if index else 4) for index, title in enumerate(titles)]
+    def __init__(self, columns: Mapping[str, int]) -> None:
+        self.titles = list(columns)
+        self.widths = [max(len(title), width) for title, width in columns.items()]
 
     def header(self) -> None:
         """Prints the titles and a rule."""

@@ -249,5 +249,5 @@ def test_the_layout_rule_holds_and_is_missed_where_it_was_not_applied(served):
 
 def test_it_still_generates(served):
     served.manager().apply(served.items("xor", {"model.norm.weight"}))
-    (output,) = served.llm.generate(["w1 w2 w3"], use_tqdm=False)
+    (output,) = served.llm.generate(["baba babe babi"], use_tqdm=False)
     assert output.outputs[0].token_ids

@@ -85,7 +85,9 @@ impl CoordinatorNode {
         let timed_out = changed.wait_while_for(&mut shared, |shared| !shared.connected, patience).timed_out();
         if timed_out {
             let reason = shared.lost.clone();
-            return Err(NodeError::NoRelay(reason.unwrap_or_else(|| format!("no relay after {patience:?}"))));
+            return Err(NodeError::NoRelay(
+                reason.unwrap_or_else(|| format!("the relay did not take the connection within {patience:?}")),
+            ));
         }
         Ok(())
     }

@@ -149,7 +149,10 @@ impl OwnerNode {
         let mut state = self.shared.state.lock();
         let waited = self.shared.changed.wait_while_for(&mut state, |state| !state.connected, patience);
         if waited.timed_out() {
-            let reason = state.lost.clone().unwrap_or_else(|| format!("no relay after {patience:?}"));
+            let reason = state
+                .lost
+                .clone()
+                .unwrap_or_else(|| format!("the relay did not take the connection within {patience:?}"));
             return Err(NodeError::NoRelay(reason));
         }
         Ok(())

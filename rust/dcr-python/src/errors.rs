@@ -12,7 +12,8 @@ create_exception!(
     RefitError,
     PyException,
     "A refit, or a part of it, could not be done; one line says what happened and what to do. \
-     `weights` is \"untouched\", \"unusable\" or \"committed\": what the receivers' storage holds now."
+     `weights` is \"untouched\", \"unusable\" or \"committed\": what the receivers' storage holds now. `timed_out` is True when a \
+     wait ended because its time was up, and nothing else is wrong."
 );
 
 /// A node's error as a `RefitError`.
@@ -23,7 +24,9 @@ pub fn refit_error(py: Python<'_>, error: &NodeError) -> PyErr {
         dcr_protocol::WeightsAfter::Unusable => "unusable",
         dcr_protocol::WeightsAfter::Committed => "committed",
     };
-    match exception.value(py).setattr("weights", weights) {
+    let value = exception.value(py);
+    let timed_out = matches!(error, NodeError::Timeout { .. });
+    match value.setattr("weights", weights).and_then(|()| value.setattr("timed_out", timed_out)) {
         Ok(()) => exception,
         Err(other) => other,
     }
