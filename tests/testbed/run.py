@@ -3,7 +3,6 @@
 import secrets
 import subprocess
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from environments.places import Places
@@ -132,8 +131,6 @@ class Run:
             python=self.places.python("training"),
             lr=self.learning_rate,
         )
-        # Both take their time; waiting for both at once shows whichever fails first.
-        with ThreadPoolExecutor(1) as pool:
-            trainer_ready = pool.submit(self.trainer.wait_ready, 600.0)
-            self.server.wait_ready(600.0)
-            trainer_ready.result()
+        # Both start at the same time; the server takes longer.
+        self.server.wait_ready(600.0)
+        self.trainer.wait_ready(600.0)

@@ -12,12 +12,16 @@ use std::thread;
 use std::time::Duration;
 
 use dcr_core::dtype::DType;
-use dcr_core::payload::{Encoding, Item};
+use dcr_core::payload::{Encoding, Item, PayloadId, Positions, encode};
 use dcr_core::tensor::TensorMeta;
 use dcr_node::{CoordinatorNode, CoordinatorOptions, Link, NodeError, OwnerNode, OwnerOptions, ReceiverNode, TaskKind};
-use dcr_protocol::{Application, Deadlines, LoaderClass, Mode, Report, TensorClass, WeightsAfter};
-use dcr_transport::{Relay, RelayConfig, RunKey};
+use dcr_protocol::{
+    Application, AttemptId, Deadlines, LoaderClass, Message, Mode, PayloadKey, PeerName, Report, TensorClass,
+    WeightsAfter,
+};
+use dcr_transport::{Endpoint, EndpointEvent, HeldCell, Outgoing, Relay, RelayConfig, RunKey};
 use parking_lot::Mutex;
+use tokio::runtime::{Builder, Runtime};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -25,12 +29,12 @@ type Weights = BTreeMap<String, Vec<u16>>;
 
 /// A relay on a thread of its own.
 struct RelayThread {
-    runtime: tokio::runtime::Runtime,
+    runtime: Runtime,
     link: Link,
 }
 
 fn relay(key: RunKey) -> RelayThread {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let config = RelayConfig { listen: "tcp://127.0.0.1:0".parse().unwrap(), key: key.clone(), budget: 1 << 30 };
     let relay = runtime.block_on(Relay::bind(config)).unwrap();
     let link = Link { relay: relay.address().parse().unwrap(), key };
@@ -285,6 +289,87 @@ fn a_tensor_that_changed_its_shape_writes_nothing() {
     assert_eq!(training.refit(&truth, None).unwrap().mode, Mode::Mixed);
 }
 
+/// An owner that says what it should and sends whatever it likes as its only payload.
+fn rogue(link: &Link, tensors: Vec<TensorMeta>, body: impl Fn(AttemptId) -> Vec<u8> + Send + 'static) -> Runtime {
+    let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let link = link.clone();
+    runtime.spawn(async move {
+        let (endpoint, mut events) = Endpoint::start(link.relay, link.key, PeerName::owner(0), HeldCell::default());
+        let send = |to: Vec<PeerName>, message, body| endpoint.send(Outgoing { to, message, body });
+        let coordinator = || vec![PeerName::coordinator()];
+        while let Some(event) = events.recv().await {
+            let EndpointEvent::Frame(frame) = event else { continue };
+            match frame.envelope.message {
+                Message::CatalogRequest => {
+                    send(coordinator(), Message::Catalog { tensors: tensors.clone() }, None);
+                }
+                Message::PrepareOwner { attempt, .. } => {
+                    send(coordinator(), Message::OwnerPrepared { attempt }, None);
+                    let key = PayloadKey { sequence: 0, owner: 0 };
+                    send(vec![], Message::Payload { attempt, key }, Some(body(attempt).into()));
+                }
+                Message::Stop { attempt, .. } => {
+                    send(coordinator(), Message::Stopped { attempt, wrote: false }, None);
+                }
+                _ => {}
+            }
+        }
+    });
+    runtime
+}
+
+fn dense_item(meta: &TensorMeta) -> Item {
+    let count = meta.numel().unwrap();
+    let values = vec![1; count as usize * meta.dtype.width()];
+    Item { meta: meta.clone(), encoding: Encoding::Dense, positions: Positions::Run { start: 0, count }, values }
+}
+
+#[test]
+fn a_bad_payload_is_named_and_writes_nothing() {
+    let good = TensorMeta { name: "w".to_owned(), shape: vec![8], dtype: DType::Bf16 };
+    let encoded = |attempt: AttemptId, sequence: u32, meta: TensorMeta| {
+        let id = PayloadId { attempt: attempt.0, owner: 0, sequence };
+        encode(&id, &[dense_item(&meta)]).unwrap()
+    };
+    type Body = Box<dyn Fn(AttemptId) -> Vec<u8> + Send>;
+    let (one, two, three, four) = (good.clone(), good.clone(), good.clone(), good.clone());
+    let cases: Vec<(Body, &str)> = vec![
+        (Box::new(move |a| encoded(a, 0, one.clone())[..90].to_vec()), "body"),
+        (Box::new(|_| b"nonsense".to_vec()), "too few"),
+        (Box::new(move |a| encoded(a, 1, two.clone())), "another attempt, owner or sequence"),
+        (
+            Box::new(move |a| encoded(a, 0, TensorMeta { name: "v".into(), ..three.clone() })),
+            "`v` is not in the catalog",
+        ),
+        (Box::new(move |a| encoded(a, 0, TensorMeta { shape: vec![9], ..four.clone() })), "`w` is BF16 [9] but"),
+        (
+            Box::new(move |a| encoded(a, 0, TensorMeta { name: "w".into(), shape: vec![8], dtype: DType::F16 })),
+            "`w` is F16 [8] but",
+        ),
+    ];
+    for (index, (body, words)) in cases.into_iter().enumerate() {
+        let relay = relay(RunKey::new([9; 32]));
+        let folder = tempfile::tempdir().unwrap();
+        let rollout = Rollout::start(&relay.link, 0);
+        let _rogue = rogue(&relay.link, vec![good.clone()], body);
+        let options = CoordinatorOptions {
+            owners: 1,
+            receivers: 1,
+            application: Application::Asynchronous,
+            record: folder.path().join("record"),
+            gates: vec![],
+            deadlines: Deadlines::default(),
+        };
+        let coordinator = CoordinatorNode::start(&relay.link, options).unwrap();
+        coordinator.wait_connected(PATIENCE).unwrap();
+        coordinator.begin(None).unwrap();
+        let error = coordinator.wait(PATIENCE).unwrap_err().to_string();
+        assert!(error.contains(words) && error.contains("payload 0 of owner/0"), "case {index}: {error}");
+        assert!(error.contains("no weight was written") && !error.contains('\n'), "case {index}: {error}");
+        assert!(rollout.storage.lock().is_empty(), "case {index}");
+    }
+}
+
 #[test]
 fn a_missing_relay_and_a_wrong_key_are_named() {
     let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
@@ -305,7 +390,7 @@ fn a_port_in_use_is_named() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("tcp://{}", taken.local_addr().unwrap());
     let config = RelayConfig { listen: address.parse().unwrap(), key: RunKey::new([7; 32]), budget: 1 };
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
+    let runtime = Builder::new_multi_thread().enable_all().build().unwrap();
     let error = runtime.block_on(Relay::bind(config)).err().unwrap().to_string();
     assert!(error.contains(&address) && error.contains("in use"), "{error}");
 }

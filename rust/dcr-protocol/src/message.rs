@@ -4,7 +4,7 @@ use dcr_core::payload;
 use dcr_core::tensor::TensorMeta;
 use serde::{Deserialize, Serialize};
 
-use crate::{AttemptId, BaselineId, Held, PeerName};
+use crate::{AttemptId, BaselineId, Held, PeerName, Role};
 
 /// Version of the protocol. Peers of different versions refuse each other at `Hello`.
 pub const PROTOCOL_VERSION: u16 = 1;
@@ -303,6 +303,36 @@ pub enum Message {
     },
 }
 
+impl Message {
+    /// Whether a peer of this role may say this. The relay drops everything else, so that a mistake in one process
+    /// cannot pass for another's word.
+    pub fn allowed_from(&self, role: Role) -> bool {
+        match self {
+            Self::Hello { .. } | Self::Heartbeat | Self::Holding { .. } => role != Role::Relay,
+            Self::Welcome | Self::Refused { .. } | Self::Roster { .. } => role == Role::Relay,
+            Self::CatalogRequest
+            | Self::Route { .. }
+            | Self::PrepareReceiver { .. }
+            | Self::PrepareOwner { .. }
+            | Self::AwaitPayloads { .. }
+            | Self::OpenApply { .. }
+            | Self::Flush { .. }
+            | Self::Committed { .. }
+            | Self::Stop { .. } => role == Role::Coordinator,
+            Self::Catalog { .. }
+            | Self::OwnerPrepared { .. }
+            | Self::Payload { .. }
+            | Self::StreamEnd { .. }
+            | Self::BaselineUpdated { .. } => role == Role::Owner,
+            Self::ReceiverPrepared { .. } | Self::PayloadsStaged { .. } | Self::Flushed { .. } => {
+                role == Role::Receiver
+            }
+            Self::PayloadTaken { .. } => matches!(role, Role::Receiver | Role::Relay),
+            Self::Rejected { .. } | Self::AttemptFailed { .. } | Self::Stopped { .. } => role != Role::Coordinator,
+        }
+    }
+}
+
 /// A message with its addresses, as it crosses the wire.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Envelope {
@@ -332,6 +362,33 @@ impl StreamTotals {
             compare_s: self.compare_s + other.compare_s,
             encode_s: self.encode_s + other.encode_s,
             blocked_s: self.blocked_s + other.blocked_s,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn peers_may_say_only_what_is_theirs() {
+        let attempt = AttemptId([1; 16]);
+        let cases = [
+            (Message::OpenApply { attempt }, vec![Role::Coordinator]),
+            (
+                Message::Committed { attempt, held: Held { version: 1, baseline: BaselineId([2; 16]) } },
+                vec![Role::Coordinator],
+            ),
+            (Message::Payload { attempt, key: PayloadKey { sequence: 0, owner: 0 } }, vec![Role::Owner]),
+            (Message::Flushed { attempt, work: ReceiverWork::default() }, vec![Role::Receiver]),
+            (Message::Welcome, vec![Role::Relay]),
+            (Message::Stopped { attempt, wrote: false }, vec![Role::Owner, Role::Receiver, Role::Relay]),
+            (Message::Heartbeat, vec![Role::Owner, Role::Receiver, Role::Coordinator]),
+        ];
+        for (message, allowed) in cases {
+            for role in [Role::Owner, Role::Receiver, Role::Coordinator, Role::Relay] {
+                assert_eq!(message.allowed_from(role), allowed.contains(&role), "{message:?} from {role:?}");
+            }
         }
     }
 }

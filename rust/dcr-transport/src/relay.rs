@@ -157,6 +157,9 @@ impl Running {
                 return self.answer(&identity, Message::Refused { reason }).await;
             }
         }
+        if !from.role().is_some_and(|role| message.allowed_from(role)) {
+            return warn!(%from, ?message, "dropped a message that this peer may not send");
+        }
         self.message(identity, frame).await;
     }
 
@@ -195,10 +198,8 @@ impl Running {
                 self.roster().await;
             }
             Message::Route { attempt, receivers } => {
-                if from.role() == Some(Role::Coordinator) {
-                    let receivers = receivers.iter().cloned().collect();
-                    self.route = Route { attempt: Some(*attempt), receivers, ..Route::default() };
-                }
+                let receivers = receivers.iter().cloned().collect();
+                self.route = Route { attempt: Some(*attempt), receivers, ..Route::default() };
             }
             Message::Payload { attempt, key } => {
                 let (attempt, key) = (*attempt, *key);
