@@ -470,3 +470,93 @@ impl Receiver {
         }
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::StreamTotals;
+    use dcr_core::dtype::DType;
+
+    const ATTEMPT: AttemptId = AttemptId([1; 16]);
+
+    fn key(sequence: u32) -> PayloadKey {
+        PayloadKey { sequence, owner: 0 }
+    }
+
+    /// A receiver that has accepted a synchronous dense attempt of one owner.
+    fn prepared() -> Receiver {
+        let mut receiver = Receiver::new(8);
+        let catalog = vec![TensorMeta { name: "w".to_owned(), shape: vec![4], dtype: DType::Bf16 }];
+        let actions = receiver.handle(ReceiverEvent::Message(Message::PrepareReceiver {
+            attempt: ATTEMPT,
+            version: 1,
+            base: None,
+            mode: Mode::Dense,
+            application: Application::Synchronous,
+            owners: 1,
+            catalog_digest: BaselineId([2; 16]),
+            catalog: Some(catalog),
+        }));
+        assert!(matches!(actions.as_slice(), [ReceiverAction::Prewarm(_)]));
+        let class = TensorClass { name: "w".to_owned(), class: LoaderClass::Xor, reason: String::new() };
+        let actions = receiver.handle(ReceiverEvent::Prewarmed(Ok(vec![class])));
+        assert!(matches!(actions.as_slice(), [ReceiverAction::ToCoordinator(Message::ReceiverPrepared { .. })]));
+        receiver
+    }
+
+    fn arrive(receiver: &mut Receiver, sequence: u32, digest: u8) -> Vec<ReceiverAction> {
+        receiver.handle(ReceiverEvent::Payload { attempt: ATTEMPT, key: key(sequence), digest: [digest; 16] })
+    }
+
+    #[test]
+    fn the_same_bytes_again_are_ignored_and_other_bytes_fail_the_attempt() {
+        let mut receiver = prepared();
+        assert_eq!(arrive(&mut receiver, 0, 7), [ReceiverAction::Stage(key(0))]);
+        assert_eq!(arrive(&mut receiver, 0, 7), []);
+        let actions = arrive(&mut receiver, 0, 8);
+        let [ReceiverAction::DropStaged, ReceiverAction::ToCoordinator(Message::AttemptFailed { reason, .. })] =
+            actions.as_slice()
+        else {
+            panic!("{actions:?}");
+        };
+        assert!(reason.contains("payload 0 of owner/0") && reason.contains("different bytes"), "{reason}");
+        assert_eq!(arrive(&mut receiver, 1, 7), [], "nothing more is taken for a failed attempt");
+    }
+
+    #[test]
+    fn stop_is_answered_only_when_the_worker_is_idle_again() {
+        let mut receiver = prepared();
+        arrive(&mut receiver, 0, 7);
+        let open = receiver.handle(ReceiverEvent::Message(Message::OpenApply { attempt: ATTEMPT }));
+        assert!(open.contains(&ReceiverAction::Apply(vec![key(0)])), "{open:?}");
+        let stop = Message::Stop { attempt: ATTEMPT, reason: "another rank failed".to_owned() };
+        assert_eq!(receiver.handle(ReceiverEvent::Message(stop)), [ReceiverAction::DropStaged]);
+        let applied = ReceiverEvent::Applied { work: ReceiverWork::default(), result: Ok(()) };
+        let stopped = Message::Stopped { attempt: ATTEMPT, wrote: true };
+        assert_eq!(receiver.handle(applied), [ReceiverAction::ToCoordinator(stopped)]);
+        assert_eq!(receiver.held(), None);
+    }
+
+    #[test]
+    fn a_payload_beyond_the_end_of_its_stream_fails_the_attempt() {
+        let mut receiver = prepared();
+        let totals = StreamTotals { payloads: 1, ..Default::default() };
+        receiver.handle(ReceiverEvent::Message(Message::StreamEnd { attempt: ATTEMPT, owner: 0, totals }));
+        let actions = arrive(&mut receiver, 1, 7);
+        assert!(format!("{actions:?}").contains("beyond the end"), "{actions:?}");
+    }
+
+    #[test]
+    fn nothing_of_another_attempt_is_taken() {
+        let mut receiver = prepared();
+        let other = AttemptId([9; 16]);
+        let late = ReceiverEvent::Payload { attempt: other, key: key(0), digest: [7; 16] };
+        assert_eq!(receiver.handle(late), []);
+        assert_eq!(receiver.handle(ReceiverEvent::Message(Message::OpenApply { attempt: other })), []);
+        let stop = Message::Stop { attempt: other, reason: String::new() };
+        let stopped = Message::Stopped { attempt: other, wrote: false };
+        assert_eq!(receiver.handle(ReceiverEvent::Message(stop)), [ReceiverAction::ToCoordinator(stopped)]);
+        assert_eq!(receiver.active(), Some((ATTEMPT, Mode::Dense)));
+    }
+}
