@@ -6,6 +6,7 @@ wrong is reported through the native receiver, in one line.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -52,8 +53,11 @@ class ReceiverThread:
                     return
                 self._do(task)
             except BaseException as error:
+                # The native receiver answers for what it can; a broken one must not spin.
                 logger.error("dcr: %s: %s", self.name, one_line(error))
-                self._receiver.report_failure(one_line(error))
+                with contextlib.suppress(Exception):
+                    self._receiver.report_failure(one_line(error))
+                time.sleep(POLL_S)
 
     def _do(self, task: _native.Task) -> None:
         started = time.perf_counter()
