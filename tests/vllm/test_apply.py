@@ -204,21 +204,38 @@ def test_a_loader_that_writes_another_way_fails_the_attempt(served, monkeypatch)
     assert served.holds(served.resident_new)
 
 
-def test_a_loader_that_reports_without_copying_fails_the_attempt(served, monkeypatch):
+def reports_without_copying(load):
+    return lambda self, weights: {name for name, _ in weights}
+
+
+def reports_more_than_it_copied(load):
+    return lambda self, weights: load(self, weights) | {"lm_head.weight"}
+
+
+def copies_without_reporting(load):
+    return lambda self, weights: load(self, weights) - {"model.norm.weight"}
+
+
+def stops_early(load):
+    return lambda self, weights: {next(iter(weights))[0]}
+
+
+@pytest.mark.parametrize(
+    ("loader", "words"),
+    [
+        (reports_without_copying, "wrote nothing"),
+        (reports_more_than_it_copied, "reports lm_head.weight as loaded, but no copy"),
+        (copies_without_reporting, "wrote model.norm.weight without reporting"),
+        (stops_early, "returned before it had taken it"),
+    ],
+)
+def test_reports_that_do_not_match_the_copies_fail_the_attempt(served, monkeypatch, loader, words):
     from dcr_vllm.scratch import LoaderConditionError
 
     manager = served.manager()
-    load = type(served.model).load_weights
-
-    def forgetful(self, weights):
-        name, _ = next(iter(weights))
-        return {name}
-
-    monkeypatch.setattr(type(served.model), "load_weights", forgetful)
-    with pytest.raises(LoaderConditionError):
+    monkeypatch.setattr(type(served.model), "load_weights", loader(type(served.model).load_weights))
+    with pytest.raises(LoaderConditionError, match=words):
         manager.apply(served.items("xor", {"model.norm.weight"}))
-    monkeypatch.setattr(type(served.model), "load_weights", load)
-    assert served.holds(served.resident_old)
 
 
 def test_storage_that_was_replaced_after_prewarm_is_named(served):

@@ -38,29 +38,48 @@ class ScratchManager:
     def apply(self, items: Sequence[_native.Item]) -> None:
         """Hands the items to the loader, in order. Raises `LoaderConditionError` when a rule is broken."""
         written: set[str] = set()
+        finished: list[str] = []
+        feed = self._feed(items, written, finished)
         with torch.no_grad(), intercepting(self.interceptor):
-            loaded = self.model.load_weights(self._feed(items, written))
+            try:
+                loaded = self.model.load_weights(feed)
+            finally:
+                feed.close()
         if self.interceptor.failure:
             raise LoaderConditionError(self.interceptor.failure)
-        if loaded is not None and (only := set(loaded) - written):
-            names = {tensor.name: tensor.start for tensor in self.storage.tensors}
-            # A tied tensor is reported under one of its names and written under another.
-            starts = {names.get(name) for name in written}
-            if missing := sorted(name for name in only if names.get(name) not in starts):
-                raise LoaderConditionError(
-                    f"the native loader reports {missing[0]} as loaded, but no copy into it was intercepted"
-                )
+        if len(finished) < len(items):
+            raise LoaderConditionError(
+                f"tensor {items[len(finished)].name}: the native loader returned before it had taken it"
+            )
+        if loaded is not None:
+            self._compare(set(loaded), written)
 
-    def _feed(self, items: Sequence[_native.Item], written: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _compare(self, reported: set[str], written: set[str]) -> None:
+        """What the loader reports as loaded must be what intercepted copies wrote."""
+        # A tied tensor may be reported under one of its names and written under another: compare addresses.
+        starts = {tensor.name: tensor.start for tensor in self.storage.tensors}
+        at = {name: starts.get(name, name) for name in reported | written}
+        silent = sorted(name for name in reported if at[name] not in {at[other] for other in written})
+        if silent:
+            raise LoaderConditionError(
+                f"the native loader reports {silent[0]} as loaded, but no copy into it was intercepted"
+            )
+        unreported = sorted(name for name in written if at[name] not in {at[other] for other in reported})
+        if unreported:
+            raise LoaderConditionError(f"the native loader wrote {unreported[0]} without reporting it as loaded")
+
+    def _feed(
+        self, items: Sequence[_native.Item], written: set[str], finished: list[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         for item in items:
             self.interceptor.begin_item(item)
-            outcome = None
             try:
                 yield item.name, self._view(item)
             finally:
                 outcome = self.interceptor.end_item()
             self._check(item, outcome)
             written.update(outcome.written)
+            finished.append(item.name)
 
     def _view(self, item: _native.Item) -> torch.Tensor:
         dtype = DTYPES[item.dtype]

@@ -75,7 +75,6 @@ impl State {
 #[derive(Default)]
 struct Work {
     baseline: Baseline,
-    catalog: Vec<TensorMeta>,
     current: Option<Prepared>,
     offered: BTreeSet<String>,
     bucket: Vec<Item>,
@@ -87,6 +86,8 @@ struct Shared {
     state: Mutex<State>,
     changed: Condvar,
     work: Mutex<Work>,
+    /// Not part of `work`: it is asked for while a comparison waits for credits that only the asked thread can bring.
+    catalog: Mutex<Vec<TensorMeta>>,
 }
 
 /// An owner with its connection and baseline.
@@ -112,7 +113,12 @@ impl OwnerNode {
             taken: None,
             ended: None,
         };
-        let shared = Shared { state: Mutex::new(state), changed: Condvar::new(), work: Mutex::default() };
+        let shared = Shared {
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            work: Mutex::default(),
+            catalog: Mutex::default(),
+        };
         Ok(Self { index, owners, options, connection: None, shared: Arc::new(shared) })
     }
 
@@ -129,7 +135,7 @@ impl OwnerNode {
         }
         let mut work = self.shared.work.lock();
         work.baseline.track(meta.clone(), bytes).map_err(|cause| error(cause.to_string()))?;
-        work.catalog.push(meta.clone());
+        self.shared.catalog.lock().push(meta.clone());
         Ok(())
     }
 
@@ -233,10 +239,10 @@ impl OwnerNode {
             return Err(NodeError::Misuse("no refit is prepared: call await_prepared first"));
         };
         self.still_running()?;
-        let missing = work.catalog.iter().find(|tensor| !work.offered.contains(&tensor.name));
+        let missing = self.shared.catalog.lock().iter().find(|tensor| !work.offered.contains(&tensor.name)).cloned();
         if let Some(tensor) = missing {
             let reason = "was tracked but not offered in this refit".to_owned();
-            return Err(NodeError::Tensor { tensor: Box::new(tensor.clone()), reason });
+            return Err(NodeError::Tensor { tensor: Box::new(tensor), reason });
         }
         self.send_bucket(&mut work, &current)?;
         let totals = work.totals;
@@ -379,7 +385,7 @@ impl Driver {
                 send(vec![PeerName::relay()], Message::Holding { held });
             }
             OwnerAction::SendCatalog => {
-                let tensors = self.shared.work.lock().catalog.clone();
+                let tensors = self.shared.catalog.lock().clone();
                 send(vec![PeerName::coordinator()], Message::Catalog { tensors });
             }
             OwnerAction::Start { attempt, version, mode, overwrite_only } => {

@@ -29,6 +29,8 @@ pub struct Deadlines {
     pub flush: Duration,
     /// For `stop_and_wait`.
     pub stop: Duration,
+    /// For the commit store to answer.
+    pub commit: Duration,
     /// For owners to update their baselines.
     pub baseline: Duration,
 }
@@ -43,6 +45,7 @@ impl Default for Deadlines {
             stream: seconds(3600),
             flush: seconds(1800),
             stop: seconds(120),
+            commit: seconds(120),
             baseline: seconds(600),
         }
     }
@@ -194,6 +197,8 @@ struct Refit {
     opened: bool,
     wrote: bool,
     committed: bool,
+    /// What went wrong while the commit was under way. Its outcome comes first.
+    meanwhile: Option<String>,
     failure: Option<String>,
     stages: Stages,
 }
@@ -283,6 +288,7 @@ impl Coordinator {
             opened: false,
             wrote: false,
             committed: false,
+            meanwhile: None,
             failure: None,
             stages: Stages::default(),
         });
@@ -361,7 +367,7 @@ impl Coordinator {
                     if refit.waiting.is_empty() {
                         refit.stages.flushed = since(refit, now);
                         out.push(Action::Commit { expected: refit.expected, new: refit.new });
-                        self.phase = Phase::Committing;
+                        self.enter(Phase::Committing, self.config.deadlines.commit, out);
                     }
                 }
             }
@@ -607,14 +613,24 @@ impl Coordinator {
                 let to = owners.into_iter().chain(refit.receivers.iter().cloned()).collect();
                 let message = Message::Committed { attempt: refit.attempt, held: refit.new.held };
                 out.push(Action::Send { to, message });
+                let meanwhile = refit.meanwhile.take();
                 self.enter(Phase::Baselines, self.config.deadlines.baseline, out);
+                if let Some(reason) = meanwhile {
+                    self.fail(now, reason, out);
+                }
             }
-            CommitOutcome::Failed(reason) => self.fail(now, format!("the commit failed: {reason}"), out),
+            CommitOutcome::Failed(reason) => self.end_commit(now, format!("the commit failed: {reason}"), out),
             CommitOutcome::Conflict(record) => {
                 let reason = format!("conflict: another coordinator committed {} first", record.held);
-                self.fail(now, reason, out);
+                self.end_commit(now, reason, out);
             }
         }
+    }
+
+    /// The commit did not take effect, or nobody can say whether it did.
+    fn end_commit(&mut self, now: Duration, reason: String, out: &mut Vec<Action>) {
+        self.phase = Phase::Flushing;
+        self.fail(now, reason, out);
     }
 
     /// Ends the transition once every owner has reported and the roster shows the version on every receiver, so
@@ -652,6 +668,14 @@ impl Coordinator {
             return;
         }
         let Some(refit) = &mut self.refit else { return };
+        if self.phase == Phase::Committing {
+            let version = refit.new.held.version;
+            let reason = format!(
+                "the commit record's store does not answer: whether version {version} is committed is unknown until \
+                 the next refit reads the record"
+            );
+            return self.end_commit(now, reason, out);
+        }
         let waiting = refit.waiting.iter().map(PeerName::to_string).collect::<Vec<_>>().join(", ");
         match self.phase {
             Phase::Stopping => {
@@ -687,6 +711,10 @@ impl Coordinator {
     /// Starts `mark_obsolete` and `stop_and_wait`.
     fn fail(&mut self, now: Duration, reason: String, out: &mut Vec<Action>) {
         let Some(refit) = &mut self.refit else { return };
+        if self.phase == Phase::Committing {
+            refit.meanwhile.get_or_insert(reason);
+            return;
+        }
         if let Some(first) = &mut refit.failure {
             // The first reason is the cause. A relay lost now means that nobody will answer.
             if self.phase == Phase::Stopping && self.peers.is_empty() {
