@@ -7,6 +7,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -19,6 +20,7 @@ namespace {
 
 TorchStableAbi torch;
 uint16_t key_number_in_use;
+constexpr int32_t unknown_dtype = -1;
 thread_local bool active_here = false;
 
 // Torch loads its libraries without making their symbols global.
@@ -59,8 +61,16 @@ bool describe(TensorHandle tensor, TensorView& view) {
   return true;
 }
 
+// Whether the values are the negated bits of the memory (a lazy view that torch resolves when it is read).
+bool is_negated(TensorHandle tensor) {
+  TensorHandle owned = nullptr;
+  if (torch.new_tensor_handle(tensor, &owned)) return true;
+  StackValue stack[1] = {reinterpret_cast<StackValue>(owned)};  // the dispatcher takes it
+  return torch.call_dispatcher("aten::is_neg", "", stack) || (stack[0] & 1);
+}
+
 // The strides with which `source` is read when it is broadcast to `target`'s shape; false when it cannot be.
-bool expand(const TensorView& target, const TensorView& source, std::vector<int64_t>& strides) {
+bool broadcast(const TensorView& target, const TensorView& source, std::vector<int64_t>& strides) {
   const size_t to = target.sizes.size(), from = source.sizes.size();
   if (from > to) return false;
   strides.assign(to, 0);
@@ -77,12 +87,22 @@ bool expand(const TensorView& target, const TensorView& source, std::vector<int6
 
 bool handled(TensorHandle destination, TensorHandle source) {
   TensorView target, read;
-  if (!describe(destination, target) || !describe(source, read)) return false;
+  if (!describe(destination, target)) return false;  // not strided memory, so not a parameter's
+  if (!describe(source, read)) {
+    // Into resident memory this is refused, as is every dtype that Rust does not know.
+    read = target;
+    read.data = 0;
+    read.dtype = unknown_dtype;
+    return on_copy(target, read);
+  }
   std::vector<int64_t> strides;
-  if (!expand(target, read, strides)) return false;  // torch's to complain about
-  static const int64_t none = 0;
-  read.sizes = target.sizes;
-  read.strides = rust::Slice<const int64_t>(strides.empty() ? &none : strides.data(), strides.size());
+  if (!std::equal(target.sizes.begin(), target.sizes.end(), read.sizes.begin(), read.sizes.end())) {
+    if (!broadcast(target, read, strides)) return false;  // torch's to complain about
+    read.sizes = target.sizes;
+    read.strides = rust::Slice<const int64_t>(strides.data(), strides.size());
+  }
+  if (is_negated(source)) read.dtype = unknown_dtype;
+  if (is_negated(destination)) target.dtype = unknown_dtype;
   return on_copy(target, read);
 }
 
@@ -98,7 +118,10 @@ void copy_kernel(StackValue* stack, uint64_t, uint64_t) {
   const ErrorCode error = torch.call_dispatcher("aten::copy_", "", stack);
   torch.set_key_included(key_number_in_use, active_here);
   // As torch's own stable extensions do. Only C++ frames lie between here and torch.
-  if (error) throw std::runtime_error("aten::copy_ failed; torch has logged why");
+  if (error) {
+    const char* what = torch.what ? torch.what() : nullptr;
+    throw std::runtime_error(what && *what ? what : "aten::copy_ failed; torch has logged why");
+  }
 }
 
 }  // namespace
@@ -116,8 +139,11 @@ rust::String install(rust::Str key, uint16_t key_number) {
   look_up(torch.library_init_impl, "aoti_torch_library_init_impl", missing);
   look_up(torch.library_impl, "aoti_torch_library_impl", missing);
   look_up(torch.device_type_cpu, "aoti_torch_device_type_cpu", missing);
+  look_up(torch.new_tensor_handle, "aoti_torch_new_tensor_handle", missing);
   look_up(torch.set_key_included, "_ZN3c104impl29tls_set_dispatch_key_includedENS_11DispatchKeyEb", missing);
   if (!missing.empty()) return rust::String("this torch has no " + missing);
+  std::string optional;
+  look_up(torch.what, "torch_exception_get_what_without_backtrace", optional);
   key_number_in_use = key_number;
   LibraryHandle library = nullptr;
   if (torch.library_init_impl("aten", std::string(key).c_str(), __FILE__, __LINE__, &library) ||
@@ -129,7 +155,7 @@ rust::String install(rust::Str key, uint16_t key_number) {
 
 void set_active(bool active) {
   active_here = active;
-  torch.set_key_included(key_number_in_use, active);
+  if (torch.set_key_included) torch.set_key_included(key_number_in_use, active);
 }
 
 int32_t dtype_number(rust::Str name) {

@@ -29,7 +29,10 @@ struct TorchStableAbi {
   ErrorCode (*call_dispatcher)(const char* op, const char* overload, StackValue* stack);
   ErrorCode (*library_init_impl)(const char* ns, const char* key, const char* file, uint32_t line, LibraryHandle*);
   ErrorCode (*library_impl)(LibraryHandle, const char* op, BoxedKernel);
+  ErrorCode (*new_tensor_handle)(TensorHandle, TensorHandle* another);
   int32_t (*device_type_cpu)();
+  // The text of this thread's latest error, borrowed; null before torch 2.13.
+  const char* (*what)();
   // The one symbol outside of the shim: c10::impl::tls_set_dispatch_key_included(DispatchKey, bool).
   void (*set_key_included)(uint16_t key, bool included);
 };

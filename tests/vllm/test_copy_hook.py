@@ -12,13 +12,15 @@ from dcr import _native
 from dcr_vllm import hook
 
 BF16 = torch.bfloat16
+# The fixture below puts another in its place.
+COPY_HOOK = hook.copy_hook
 
 
 @pytest.fixture(params=["cpp", "python"], autouse=True)
 def kind(request, monkeypatch):
     """Runs every test with each of the two hooks."""
     if request.param == "cpp":
-        assert hook.copy_hook() == "cpp", "this torch must support the C++ hook"
+        assert COPY_HOOK() == "cpp", "this torch must support the C++ hook"
     monkeypatch.setattr(hook, "copy_hook", lambda: request.param)
     return request.param
 
@@ -224,11 +226,119 @@ def test_memory_does_not_grow():
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 8 << 10, "KiB"
 
 
-def test_a_torch_without_the_symbols_falls_back(kind):
-    """A process that asks for the Python mode never installs the C++ hook."""
-    if kind == "cpp":
-        pytest.skip("one process is enough")
-    code = "from dcr_vllm import hook; print(hook.copy_hook())"
+def test_torchs_own_error_arrives(kind):
+    bench = Bench(torch.zeros(8, 6, dtype=BF16))
+    leaf = torch.zeros(3, requires_grad=True)
+
+    def load(_scratch):
+        with pytest.raises(RuntimeError, match="size of tensor a"):
+            torch.zeros(3).copy_(torch.ones(2))
+        with torch.enable_grad(), pytest.raises(RuntimeError, match="leaf Variable"):
+            leaf.copy_(torch.ones(3))
+
+    assert bench.run(load).violations == []
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite", "dense"])
+@pytest.mark.parametrize("negated", ["source", "destination"])
+def test_a_lazily_negated_view_is_refused(encoding, negated):
+    resident = torch.zeros(8, 6, dtype=BF16)
+    bench = Bench(resident, encoding=encoding)
+    resident.copy_(bench.old)
+    if negated == "source":
+        outcome = bench.run(lambda scratch: resident.copy_(torch._neg_view(scratch)))
+    else:
+        outcome = bench.run(lambda scratch: torch._neg_view(resident).copy_(scratch))
+    assert (outcome.copies, len(outcome.violations)) == (0, 1)
+    assert same(resident, bench.old)
+
+
+def test_copies_of_many_kinds_outside_residents_match_plain_torch(kind):
+    """Everything that passes through gives what torch gives without a hook."""
+    bench = Bench(torch.zeros(8, 6, dtype=BF16))
+
+    def work():
+        source = torch.arange(24, dtype=torch.float32).view(4, 6)
+        made = [torch.zeros(4, 6, dtype=dtype).copy_(source) for dtype in (BF16, torch.int64, torch.bool)]
+        made += [source.t().contiguous(), source.clone(), source.to(torch.float64), source[:, ::2].clone()]
+        made += [torch.zeros(2, 4, 6).copy_(source), torch.zeros(()).copy_(source[1, 1])]
+        made += [torch.zeros(0, 3).copy_(torch.ones(3)), torch.zeros(2, dtype=torch.cfloat).copy_(source[0, :2])]
+        made[0][1:3, ::2] = -1
+        return made
+
+    plain, seen = work(), []
+    assert bench.run(lambda _scratch: seen.extend(work())).violations == []
+    assert len(seen) == len(plain)
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(seen, plain, strict=True))
+
+
+def test_gradients_flow_through_copies_that_pass():
+    bench = Bench(torch.zeros(8, 6, dtype=BF16))
+    source = torch.ones(3, requires_grad=True)
+
+    def load(_scratch):
+        with torch.enable_grad():
+            (torch.zeros(3).copy_(source) * 2).sum().backward()
+
+    bench.run(load)
+    assert source.grad.tolist() == [2, 2, 2]
+
+
+only_cpp = pytest.mark.parametrize("kind", ["cpp"], indirect=True)
+
+
+@only_cpp
+def test_one_interceptor_at_a_time_and_the_guard_can_be_used_again(kind):
+    interceptor = _native.Interceptor()
+    guard = _native.CopyHookGuard(interceptor)
+    for _ in range(2):
+        with guard:
+            for another in (guard, _native.CopyHookGuard(interceptor)):
+                with pytest.raises(RuntimeError, match="at work on this thread already"):
+                    another.__enter__()
+
+
+@only_cpp
+def test_installing_twice_is_one_installation(kind, caplog):
+    for _ in range(2):
+        COPY_HOOK.cache_clear()
+        assert COPY_HOOK() == "cpp"
+    assert caplog.records == []
+
+
+@only_cpp
+@pytest.mark.parametrize("wanted", [None, "cpp"])
+def test_a_torch_without_the_symbols(kind, wanted, monkeypatch, caplog):
+    """The Python mode steps in and one warning says why; where the C++ hook is asked for, that is an error."""
+    monkeypatch.setattr(hook, "_install", lambda: "this torch has no aoti_torch_get_dim")
+    monkeypatch.delenv("DCR_COPY_HOOK", raising=False)
+    COPY_HOOK.cache_clear()
+    try:
+        if wanted is None:
+            assert [COPY_HOOK(), COPY_HOOK()] == ["python", "python"]
+            assert len(caplog.records) == 1 and "aoti_torch_get_dim" in caplog.text
+        else:
+            monkeypatch.setenv("DCR_COPY_HOOK", wanted)
+            with pytest.raises(RuntimeError, match="cannot be used: this torch has no aoti_torch_get_dim"):
+                COPY_HOOK()
+    finally:
+        COPY_HOOK.cache_clear()
+
+
+@only_cpp
+def test_a_hook_that_is_neither_is_named(kind, monkeypatch):
+    monkeypatch.setenv("DCR_COPY_HOOK", "pyhton")
+    COPY_HOOK.cache_clear()
+    try:
+        with pytest.raises(RuntimeError, match="'pyhton'; set it to cpp or python"):
+            COPY_HOOK()
+    finally:
+        COPY_HOOK.cache_clear()
+
+
+@only_cpp
+def test_a_process_that_asks_for_the_python_mode_gets_it(kind):
+    code = "from dcr_vllm import hook; print(hook.copy_hook(), hook._LIBRARIES)"
     environment = os.environ | {"DCR_COPY_HOOK": "python"}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "python"
+    assert result.stdout.strip() == "python []"

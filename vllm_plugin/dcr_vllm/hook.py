@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -50,21 +51,30 @@ class CopyDispatchMode(TorchDispatchMode):
         return self.interceptor.on_copy(*_view(dst), *_view(src))
 
 
-def _view(tensor: torch.Tensor) -> tuple[int, str, bool, list[int], list[int]]:
+def _view(tensor: torch.Tensor) -> tuple[int, str | None, bool, list[int], list[int]]:
     on_cpu = tensor.device.type == "cpu"
     address = 0 if tensor.device.type == "meta" else tensor.data_ptr()
-    return address, str(tensor.dtype), on_cpu, list(tensor.shape), list(tensor.stride())
+    # A lazily negated view holds other values than its bits: refused, as is a dtype that dcr does not know.
+    dtype = None if tensor.is_neg() else str(tensor.dtype)
+    return address, dtype, on_cpu, list(tensor.shape), list(tensor.stride())
 
 
 @functools.cache
 def copy_hook() -> str:
-    """ "cpp" or "python": which hook this process uses, decided once. `DCR_COPY_HOOK` forces one."""
-    wanted = os.environ.get("DCR_COPY_HOOK", "cpp")
+    """ "cpp" or "python": which hook this process uses, decided once. `DCR_COPY_HOOK` forces one.
+
+    Raises RuntimeError when the forced one cannot be used; without it the other is, and a warning says why.
+    """
+    wanted = os.environ.get("DCR_COPY_HOOK") or None
     if wanted == "python":
         return wanted
+    if wanted not in (None, "cpp"):
+        raise RuntimeError(f"DCR_COPY_HOOK is {wanted!r}; set it to cpp or python, or unset it")
     reason = _install()
     if reason is None:
         return "cpp"
+    if wanted == "cpp":
+        raise RuntimeError(f"DCR_COPY_HOOK asks for the C++ copy_ hook, which cannot be used: {reason}")
     logger.warning("dcr: the C++ copy_ hook cannot be used (%s); the slower Python dispatch mode is", reason)
     return "python"
 
@@ -74,14 +84,17 @@ def _install() -> str | None:
     try:
         # Key numbers move between releases of torch, so the number is read and never compiled in.
         number = int(torch._C._dispatch_key_parse(DISPATCH_KEY))
-        if (reason := _native.install_copy_hook(DISPATCH_KEY, number)) is not None:
-            return reason
-        _fall_through()
+        with _INSTALLING:
+            if (reason := _native.install_copy_hook(DISPATCH_KEY, number)) is not None:
+                return reason
+            if not _LIBRARIES:
+                _fall_through()
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return None
 
 
+_INSTALLING = threading.Lock()
 _LIBRARIES: list[torch.library.Library] = []
 
 
@@ -99,8 +112,5 @@ def intercepting(interceptor: _native.Interceptor) -> Iterator[None]:
         with CopyDispatchMode(interceptor):
             yield
         return
-    guard = _native.CopyHookGuard(interceptor)
-    try:
+    with _native.CopyHookGuard(interceptor):
         yield
-    finally:
-        guard.close()

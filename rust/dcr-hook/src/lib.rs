@@ -5,6 +5,7 @@
 // cxx's generated glue is unsafe code; nothing else here is.
 #![allow(unsafe_code)]
 
+use std::any::Any;
 use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -51,12 +52,21 @@ pub enum HookError {
     /// This thread has an interceptor at work already.
     #[error("an interceptor is at work on this thread already")]
     Nested,
+    /// A copy was not performed, nor any after it: deciding on it panicked. The attempt has failed.
+    #[error("a fault in dcr stopped the interception of copies, and none was performed since: {0}")]
+    Panicked(String),
 }
 
 static INSTALLED: OnceLock<Result<Vec<(i32, DType)>, HookError>> = OnceLock::new();
 
+/// What a guard put to work on its thread.
+struct Current {
+    interceptor: Arc<Mutex<Interceptor>>,
+    panic: Option<String>,
+}
+
 thread_local! {
-    static CURRENT: RefCell<Option<Arc<Mutex<Interceptor>>>> = const { RefCell::new(None) };
+    static CURRENT: RefCell<Option<Current>> = const { RefCell::new(None) };
 }
 
 /// Torch's names of the dtypes that dcr knows.
@@ -106,12 +116,21 @@ impl Guard {
         CURRENT.with_borrow_mut(|current| match current {
             Some(_) => Err(HookError::Nested),
             None => {
-                *current = Some(interceptor);
+                *current = Some(Current { interceptor, panic: None });
                 Ok(())
             }
         })?;
         ffi::set_active(true);
         Ok(Self { this_thread: PhantomData })
+    }
+
+    /// Ends the interception.
+    ///
+    /// # Errors
+    /// [`HookError::Panicked`]: what the loader did is not complete, whatever the interceptor's outcome says.
+    pub fn close(self) -> Result<(), HookError> {
+        let panic = CURRENT.with_borrow_mut(|current| current.as_mut().and_then(|current| current.panic.take()));
+        panic.map_or(Ok(()), |reason| Err(HookError::Panicked(reason)))
     }
 }
 
@@ -124,11 +143,41 @@ impl Drop for Guard {
 
 /// Called by the kernel for every copy_ of a thread with a guard. True: torch must not perform the copy.
 fn on_copy(dst: &ffi::TensorView<'_>, src: &ffi::TensorView<'_>) -> bool {
-    let Some(interceptor) = CURRENT.with_borrow(Clone::clone) else { return false };
-    // A panic must not cross into C++. The copy is then not performed by anybody, and the item's check of what was
-    // written fails.
-    let verdict = catch_unwind(AssertUnwindSafe(|| interceptor.lock().on_copy(&view(dst), &view(src))));
-    verdict.map_or(true, |verdict| verdict == Verdict::Handled)
+    decide(|interceptor| interceptor.lock().on_copy(&view(dst), &view(src)))
+}
+
+/// The verdict of this thread's interceptor. A panic must not cross into C++: it is kept for [`Guard::close`], and
+/// from then on nobody performs a copy, since which of them end in resident memory is no longer known.
+fn decide(verdict: impl FnOnce(&Mutex<Interceptor>) -> Verdict) -> bool {
+    let interceptor = CURRENT.try_with(|current| match &*current.borrow() {
+        None => Err(false),
+        Some(Current { panic: Some(_), .. }) => Err(true),
+        Some(Current { interceptor, .. }) => Ok(Arc::clone(interceptor)),
+    });
+    let interceptor = match interceptor {
+        Ok(Ok(interceptor)) => interceptor,
+        Ok(Err(handled)) => return handled,
+        // The thread ends, and its guard with it.
+        Err(_) => return false,
+    };
+    match catch_unwind(AssertUnwindSafe(|| verdict(&interceptor))) {
+        Ok(verdict) => verdict == Verdict::Handled,
+        Err(panic) => {
+            CURRENT.with_borrow_mut(|current| {
+                if let Some(current) = current {
+                    current.panic = Some(words(panic.as_ref()));
+                }
+            });
+            true
+        }
+    }
+}
+
+/// A panic's message, in one line.
+fn words(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message");
+    text.lines().next().unwrap_or_default().to_owned()
 }
 
 fn view<'a>(tensor: &ffi::TensorView<'a>) -> View<'a> {
@@ -155,5 +204,23 @@ mod tests {
         assert!(error.to_string().contains("aoti_torch_get_data_ptr"), "{error}");
         assert_eq!(install("DeferredInit", 40).unwrap_err(), error, "asked once");
         assert_eq!(Guard::enter(Arc::default()).unwrap_err(), HookError::NotInstalled);
+    }
+
+    /// What `Guard::enter` leaves behind, without a torch to tell.
+    fn put_to_work() -> Guard {
+        CURRENT.set(Some(Current { interceptor: Arc::default(), panic: None }));
+        Guard { this_thread: PhantomData }
+    }
+
+    #[test]
+    fn a_panic_stops_all_copies_and_is_reported_once() {
+        let guard = put_to_work();
+        assert!(!decide(|_| Verdict::PassThrough));
+        assert!(decide(|_| Verdict::Handled));
+        assert!(decide(|_| panic!("an index\nof 3")), "torch must not perform it");
+        assert!(decide(|_| Verdict::PassThrough), "nor any later one");
+        assert_eq!(guard.close(), Err(HookError::Panicked("an index".into())));
+        assert!(!decide(|_| Verdict::Handled), "nothing is at work");
+        assert_eq!(put_to_work().close(), Ok(()));
     }
 }
