@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -23,14 +23,6 @@ def start(command: Sequence[str | Path], env: Mapping[str, str], log: Path) -> s
     killed, the kernel ends it.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    libc = ctypes.CDLL(None, use_errno=True)
-    parent = os.getpid()
-
-    def die_with_parent() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            os._exit(1)
-
     try:
         with log.open("wb") as output:
             return subprocess.Popen(
@@ -41,10 +33,23 @@ def start(command: Sequence[str | Path], env: Mapping[str, str], log: Path) -> s
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 # It calls prctl and nothing that could need a lock of another thread.
-                preexec_fn=die_with_parent,  # noqa: PLW1509
+                preexec_fn=dies_with_parent(),  # noqa: PLW1509
             )
     except OSError as error:
         raise ProcessError(f"{command[0]} cannot be started: {error.strerror}") from error
+
+
+def dies_with_parent() -> Callable[[], None]:
+    """For `preexec_fn`: the kernel ends the new process when the thread that starts it ends."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    parent = os.getpid()
+
+    def ask_the_kernel() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return ask_the_kernel
 
 
 def stop(process: subprocess.Popen | None, patience_s: float = 15.0) -> None:

@@ -57,7 +57,8 @@ class Run:
         self.trainer = self.server = self.relay = None
         try:
             if trainer is not None:
-                trainer.stop()
+                # While it still starts it cannot hear a polite word.
+                trainer.stop(patience_s=5.0)
         finally:
             try:
                 if server is not None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from testbed.processes import dies_with_parent
+
 TESTS = Path(__file__).resolve().parents[1]
 
 
@@ -88,6 +90,8 @@ class Trainer:
                     pass_fds=[theirs],
                     # Ctrl-C on the terminal is the caller's to handle; it then calls `stop`.
                     start_new_session=True,
+                    # It calls prctl and nothing that could need a lock of another thread.
+                    preexec_fn=dies_with_parent(),  # noqa: PLW1509
                 )
         except OSError as error:
             os.close(ours)
