@@ -53,18 +53,66 @@ def dies_with_parent() -> Callable[[], None]:
 
 
 def stop(process: subprocess.Popen | None, patience_s: float = 15.0) -> None:
-    """Ends a process that `start` started, and its session. Safe to call again."""
+    """Ends a process that `start` started, and all that it started itself. Safe to call again.
+
+    All of its process group are asked first. What is left after `patience_s` seconds is killed, one by one, also
+    what has left the group or the session; a ProcessError names what even then does not end.
+    """
     if process is None:
         return
+    # Whoever leaves the session and then loses its parent is found only now.
+    known = family(process)
     if process.poll() is None:
-        process.terminate()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(patience_s)
-    # Its session holds nobody else's processes.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + patience_s
+    while left := {pid: start for pid, start in (known | family(process)).items() if started_at(pid) == start}:
+        known |= left
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            raise ProcessError(f"{process.args[0]}: processes {sorted(left)} do not end, not even killed")
+        time.sleep(0.02)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(patience_s)
+
+
+def family(process: subprocess.Popen) -> dict[int, int]:
+    """Running processes of the session that `process` leads, and all their descendants, with `started_at`."""
+    leader = process.pid
+    if process.poll() is not None and status_of(leader):
+        # It has been waited for, so its number is a stranger's now; and that only if its session is empty.
+        return {}
+    stats = {pid: stat for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if (stat := status_of(pid))}
+    found = {pid for pid, stat in stats.items() if leader in (pid, stat["session"])}
+    grown = True
+    while grown:
+        children = {pid for pid, stat in stats.items() if stat["parent"] in found} - found
+        found |= children
+        grown = bool(children)
+    return {pid: stats[pid]["start"] for pid in found}
+
+
+def started_at(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None when it is gone. Tells a number that is used again."""
+    stat = status_of(pid)
+    return stat and stat["start"]
+
+
+def status_of(pid: int) -> dict[str, int] | None:
+    """Parent, session and start of a process that still runs."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    # The name in parentheses may hold anything; the fields after it are counted from the last one.
+    state, parent, _, session, *rest = text.rpartition(")")[2].split()
+    if state in "ZX":
+        return None
+    return {"parent": int(parent), "session": int(session), "start": int(rest[15])}
 
 
 def wait_for_file(path: Path, process: subprocess.Popen, log: Path, timeout_s: float) -> str:

@@ -1,5 +1,6 @@
 """A vLLM OpenAI server with dcr's plugin, for callers that have neither vLLM nor torch."""
 
+import http.client
 import json
 import socket
 import subprocess
@@ -25,12 +26,22 @@ QUIET = {
 }
 
 
+# The servers here are on this machine: a proxy that the environment names is for others.
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+UNREACHABLE = (OSError, http.client.HTTPException)
+
+
 class ServerError(Exception):
     """The server could not be started, has ended, or did not do what it was asked."""
 
 
 class VllmServer:
-    """One server process and its workers."""
+    """One server process and its workers.
+
+    `environment` is all that the server sees, besides `QUIET`; `python` is that of an environment with vLLM, and
+    `environment` must make dcr's plugin and `testbed` importable there. The thread that calls `start` must outlive
+    the server: the kernel ends it with the thread.
+    """
 
     def __init__(
         self,
@@ -64,6 +75,8 @@ class VllmServer:
 
     def start(self) -> None:
         """Starts the server; `wait_ready` waits for it."""
+        if self._process is not None:
+            raise ServerError(f"the vLLM server at {self.url} has been started before; stop it first")
         options = {
             "--model": self.checkpoint,
             "--served-model-name": MODEL,
@@ -85,55 +98,67 @@ class VllmServer:
         self._process = processes.start(command, self.environment, self.log)
 
     def wait_ready(self, timeout_s: float = 300.0) -> None:
-        """Waits until the server answers."""
+        """Waits until the server answers. Raises ServerError with the end of its log when it has ended or is late."""
         deadline = time.monotonic() + timeout_s
         while True:
-            if self._process is None or self._process.poll() is not None:
-                raise ServerError(f"the vLLM server ended while it started; its log ends:\n{processes.tail(self.log)}")
+            if self._process is None:
+                raise ServerError("the vLLM server has not been started")
+            if (status := self._process.poll()) is not None:
+                ended = f"the vLLM server ended with status {status} while it started"
+                raise ServerError(f"{ended}; {self.log} ends:\n{processes.tail(self.log)}")
             try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                with OPENER.open(f"{self.url}/health", timeout=5):
                     return
-            except OSError:
+            except UNREACHABLE:
                 if time.monotonic() > deadline:
                     late = f"the vLLM server was not ready within {timeout_s:g} s"
-                    raise ServerError(f"{late}; its log ends:\n{processes.tail(self.log)}") from None
+                    raise ServerError(f"{late}; {self.log} ends:\n{processes.tail(self.log)}") from None
                 time.sleep(0.3)
 
     def completion(self, prompt: str, max_tokens: int = 8) -> str:
         """One greedy completion."""
         body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-        return self._post("/v1/completions", body)["choices"][0]["text"]
+        return self._call("POST", "/v1/completions", body)["choices"][0]["text"]
 
     def verify(self, checkpoint: Path) -> list[dict[str, Any]]:
         """Each rank's comparison of its resident model with a dense load; see `testbed.verify`."""
         return self.collective_rpc("dcr_verify", str(checkpoint))
 
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
-        """Calls a method of every worker."""
-        return self._post("/collective_rpc", {"method": method, "args": list(arguments)})["results"]
+        """Calls a method of every worker; one answer a rank. Arguments are JSON; so are dict and list answers, and
+        anything else arrives as text."""
+        return self._call("POST", "/collective_rpc", {"method": method, "args": list(arguments)})["results"]
+
+    def pause(self, mode: str = "wait", clear_cache: bool = True) -> None:
+        """Closes the request gate; with "wait", after all running requests have ended. New ones queue."""
+        self._call("POST", f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}")
+
+    def resume(self) -> None:
+        """Opens the request gate."""
+        self._call("POST", "/resume")
 
     def is_paused(self) -> bool:
         """Whether the request gate is closed."""
-        with urllib.request.urlopen(f"{self.url}/is_paused", timeout=30) as answer:
-            return bool(json.load(answer)["is_paused"])
+        return bool(self._call("GET", "/is_paused", timeout_s=30.0)["is_paused"])
 
     def stop(self) -> None:
-        """Ends the server and its workers."""
+        """Ends the server and its workers. Safe to call again."""
         process, self._process = self._process, None
         processes.stop(process, patience_s=20.0)
 
-    def _post(self, path: str, body: Mapping[str, Any], timeout_s: float = 300.0) -> Any:
-        request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
+    def _call(self, verb: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = 300.0) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method=verb)
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            with OPENER.open(request, timeout=timeout_s) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             text = error.read(500).decode(errors="replace")
             raise ServerError(f"the vLLM server answered {error.code} to {path}: {text}") from error
-        except OSError as error:
+        except UNREACHABLE as error:
             raise ServerError(f"the vLLM server does not answer to {path}: {error} (log: {self.log})") from error
+        except ValueError as error:
+            raise ServerError(f"the vLLM server's answer to {path} is not JSON: {error}") from error
 
 
 def free_port() -> int:
