@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from dcr import _native
 
-from dcr_vllm.hook import intercepting
+from dcr_vllm import hook
 from dcr_vllm.prewarm import DTYPES, Prewarmed
 from dcr_vllm.storage import ResidentStorage
 
@@ -23,6 +23,8 @@ class ScratchManager:
         self.model = model
         self.storage = storage
         self.prewarmed = prewarmed
+        # Decided now: a hook that is asked for and cannot be used is found before anything is sent.
+        hook.copy_hook()
         self.interceptor = _native.Interceptor()
         self.interceptor.set_resident(storage.ranges())
         # Typed views need alignment, which a torch allocation has; one byte keeps an empty catalog simple.
@@ -40,7 +42,7 @@ class ScratchManager:
         written: set[str] = set()
         finished: list[str] = []
         feed = self._feed(items, written, finished)
-        with torch.no_grad(), intercepting(self.interceptor):
+        with torch.no_grad(), hook.intercepting(self.interceptor):
             try:
                 loaded = self.model.load_weights(feed)
             finally:
