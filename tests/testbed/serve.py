@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -105,7 +106,7 @@ class VllmServer:
                 raise ServerError("the vLLM server has not been started")
             if (status := self._process.poll()) is not None:
                 ended = f"the vLLM server ended with status {status} while it started"
-                raise ServerError(f"{ended}; {self.log} ends:\n{processes.tail(self.log)}")
+                raise ServerError(f"{ended}{cause(self.log)}; {self.log} ends:\n{processes.tail(self.log)}")
             try:
                 with OPENER.open(f"{self.url}/health", timeout=5):
                     return
@@ -159,6 +160,20 @@ class VllmServer:
             raise ServerError(f"the vLLM server does not answer to {path}: {error} (log: {self.log})") from error
         except ValueError as error:
             raise ServerError(f"the vLLM server's answer to {path} is not JSON: {error}") from error
+
+
+def cause(log: Path) -> str:
+    """The last error in a server's log that does not only point at another, after a colon; else nothing.
+
+    vLLM's log ends with the main process's stack; the worker's own words stand above it.
+    """
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    found = [match[0] for line in lines if (match := re.search(r"[\w.]+(?:Error|Exception|Interrupt): .*", line))]
+    telling = [line for line in found if "root cause above" not in line]
+    return f": {telling[-1][:300]}" if telling else ""
 
 
 def free_port() -> int:
