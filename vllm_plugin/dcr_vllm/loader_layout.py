@@ -149,10 +149,9 @@ def _replace_experts() -> None:
     @functools.wraps(apply)
     def pack_and_apply(self: Any, output: Any, hidden_states: Any, w1: Any, w2: Any, *args: Any, **kwargs: Any) -> None:
         if getattr(self, KEPT, False):
-            # The same kernel on the same packed values; the resident weights stay untouched. `clone`, because the
-            # packing works in place where it can.
-            w1 = cpu_prepack_moe_weight(w1.clone(), self.isa)
-            w2 = cpu_prepack_moe_weight(w2.clone(), self.isa)
+            # The same kernel on the same packed values; packing writes to new memory, the resident weights stay.
+            w1 = cpu_prepack_moe_weight(w1, self.isa)
+            w2 = cpu_prepack_moe_weight(w2, self.isa)
         return apply(self, output, hidden_states, w1, w2, *args, **kwargs)
 
     setattr(leave_as_loaded, KEPT, True)
