@@ -183,6 +183,73 @@ def test_what_the_loader_cannot_take_is_unsupported_and_writes_nothing(served, n
     assert served.holds(served.resident_old)
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", (256, 128)),
+        ("model.layers.0.self_attn.q_proj.weight", (129, 128)),
+        ("model.layers.0.self_attn.o_proj.weight", (128, 160)),
+    ],
+)
+def test_a_tensor_that_the_loader_would_cut_is_unsupported(served, name, shape):
+    """vLLM's loader narrows it without a word; its shape is another model's."""
+    from dcr_vllm.prewarm import CanonicalTensor, prewarm
+    from dcr_vllm.storage import ResidentStorage
+
+    found = prewarm(served.model, ResidentStorage(served.model), [CanonicalTensor(name, shape, "BF16")])
+    kind, reason = found.classes[name]
+    assert kind == "unsupported"
+    assert str(list(shape)) in reason and "another shape" in reason
+    assert served.holds(served.resident_old)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "parameter", "words"),
+    [
+        ("lm_head.weight", None, "lm_head.weight", "fill nothing of"),
+        ("model.layers.1.self_attn.k_proj.weight", None, "layers.1.self_attn.qkv_proj.weight", "all but 8192 elements"),
+        ("model.layers.0.mlp.experts.3.up_proj.weight", None, "layers.0.mlp", "w13_weight"),
+        # The expert loader takes less than it has room for.
+        ("model.layers.0.mlp.experts.3.up_proj.weight", (32, 128), "layers.0.mlp", "all but 4096 elements"),
+        ("model.layers.0.mlp.experts.3.down_proj.weight", (128, 32), "w2_weight", "all but 4096 elements"),
+    ],
+)
+def test_a_parameter_that_the_catalog_leaves_out_is_named(served, name, shape, parameter, words):
+    from dcr_vllm.prewarm import CanonicalTensor, prewarm
+    from dcr_vllm.storage import ResidentStorage
+
+    catalog = [tensor for tensor in served.catalog() if tensor.name != name]
+    if shape is not None:
+        catalog.append(CanonicalTensor(name, shape, "BF16"))
+    reason = prewarm(served.model, ResidentStorage(served.model), catalog).incomplete
+    assert parameter in reason and words in reason and "\n" not in reason
+    assert served.manager().prewarmed.incomplete is None
+
+
+def test_a_receiver_refuses_what_does_not_fit_before_anything_is_written(served):
+    from dcr_vllm.receiver import ReceiverThread
+    from fake_receiver import FakeReceiver
+
+    native = FakeReceiver()
+    catalog = [(name, list(tensor.shape), "BF16") for name, tensor in served.old.items()]
+    native.give("prewarm", catalog=catalog[1:])
+    native.give("apply", items=served.items("xor"))
+    native.give("prewarm", catalog=catalog)
+    native.give("apply", items=served.items("xor"))
+    native.give("finish")
+    thread = ReceiverThread(served.model, "receiver/test", receiver=native)
+    try:
+        refused, early, classes, applied, finished = native.answers(5)
+    finally:
+        thread.close()
+    assert refused[1] == [] and "parameter" in refused[2]
+    assert "has not been prewarmed" in early[2]
+    assert {kind for _, kind, _ in classes[1]} == {"xor"} and classes[2] is None
+    assert applied == ("applied", len(catalog), None)
+    assert finished == ("finished", None)
+    assert served.holds(served.resident_new)
+
+
 def test_a_loader_that_writes_another_way_fails_the_attempt(served, monkeypatch):
     from dcr_vllm.scratch import LoaderConditionError
 

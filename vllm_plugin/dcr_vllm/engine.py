@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 from dataclasses import dataclass
@@ -58,6 +59,14 @@ class DcrWeightTransferEngine(WeightTransferEngine[DcrInitInfo, DcrUpdateInfo]):
         replica = getattr(parallel, "data_parallel_rank", 0) or 0
         return f"receiver/{socket.gethostname()[:64]}-{os.getpid()}/dp{replica}-rank{parallel.rank}"
 
+    @property
+    def shards(self) -> int:
+        """The largest number of ranks among which the loader may divide one tensor: experts may be divided among the
+        ranks of all replicas, everything else among those of one."""
+        parallel = self.parallel_config
+        sizes = ("tensor_parallel_size", "data_parallel_size", "prefill_context_parallel_size")
+        return math.prod(getattr(parallel, size, 1) or 1 for size in sizes)
+
     def parse_init_info(self, init_dict: dict[str, Any]) -> DcrInitInfo:
         """Takes the relay's address; ignores what it does not know."""
         relay = init_dict.get("relay") if isinstance(init_dict, dict) else None
@@ -91,7 +100,7 @@ class DcrWeightTransferEngine(WeightTransferEngine[DcrInitInfo, DcrUpdateInfo]):
 
     def _start(self, relay: str | None) -> None:
         try:
-            self.receiver = ReceiverThread(self.model, self.name, relay)
+            self.receiver = ReceiverThread(self.model, self.name, relay, shards=self.shards)
             logger.info("dcr: %s started", self.name)
         except Exception as error:
             logger.error("dcr: no receiver in this worker, refits will wait for it in vain: %s", one_line(error))

@@ -11,6 +11,7 @@ import torch
 from dcr import _native
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dcr_vllm.coverage import Coverage
 from dcr_vllm.storage import ResidentStorage
 
 DTYPES = {
@@ -48,10 +49,14 @@ class CanonicalTensor:
 
 @dataclass
 class Prewarmed:
-    """What prewarm found: class ("xor", "overwrite", "skip", "unsupported") and reason by canonical name."""
+    """What prewarm found: class ("xor", "overwrite", "skip", "unsupported") and reason by canonical name.
+
+    `incomplete` is one line about a parameter that the whole catalog leaves out, or None.
+    """
 
     classes: dict[str, tuple[str, str]] = field(default_factory=dict)
     largest: int = 0
+    incomplete: str | None = None
 
     def rows(self) -> list[tuple[str, str, str]]:
         """(name, class, reason), as the native receiver takes it."""
@@ -127,12 +132,16 @@ def span(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def prewarm(model: torch.nn.Module, storage: ResidentStorage, catalog: Iterable[CanonicalTensor]) -> Prewarmed:
+def prewarm(
+    model: torch.nn.Module, storage: ResidentStorage, catalog: Iterable[CanonicalTensor], shards: int = 1
+) -> Prewarmed:
     """Runs the loader over every tensor of the catalog without writing, and classifies their paths.
 
-    A loader that raises makes its tensor "unsupported", with the loader's own words.
+    A loader that raises makes its tensor "unsupported", with the loader's own words; so does one that cannot take
+    all of it among `shards` ranks.
     """
     found = Prewarmed()
+    coverage = Coverage(shards)
     runs, refused = [], {}
     for tensor in catalog:
         if tensor.dtype not in DTYPES:
@@ -143,14 +152,18 @@ def prewarm(model: torch.nn.Module, storage: ResidentStorage, catalog: Iterable[
         run = dry_run(model, storage, tensor)
         if isinstance(run, str):
             refused[tensor.name] = run
-        else:
-            runs.append(run)
+            continue
+        runs.append(run)
+        _, _, _, copies, writes, _ = run
+        if reason := coverage.add(tensor.shape, copies, writes):
+            refused[tensor.name] = reason
     for name, kind, reason in _native.classify(runs):
         found.classes[name] = (kind, reason)
     for name, reason in refused.items():
         found.classes[name] = ("unsupported", reason)
     if moved := storage.moved(model):
         raise RuntimeError(moved)
+    found.incomplete = coverage.incomplete(model)
     return found
 
 
@@ -167,7 +180,7 @@ def dry_run(model: torch.nn.Module, storage: ResidentStorage, tensor: CanonicalT
                 stack.enter_context(mode)
                 loaded = model.load_weights([(tensor.name, scratch)])
         except Exception as error:
-            complaint = f"the native loader refuses it: {one_line(error)}"
+            complaint = f"the native loader refuses it with shape {list(tensor.shape)}: {one_line(error)}"
             continue
         reported = bool(loaded)
         shape = list(tensor.shape)

@@ -26,11 +26,17 @@ POLL_S = 1.0
 
 
 class ReceiverThread:
-    """Runs the tasks of one native receiver against one model."""
+    """Runs the tasks of one native receiver against one model.
 
-    def __init__(self, model: torch.nn.Module, name: str, relay: str | None = None, receiver: Any = None) -> None:
+    `shards` is the largest number of ranks among which the native loader may divide one tensor.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, name: str, relay: str | None = None, *, shards: int = 1, receiver: Any = None
+    ) -> None:
         self.model = model
         self.name = name
+        self.shards = shards
         self._receiver = receiver or _native.Receiver(name, relay=relay)
         self._manager: ScratchManager | None = None
         self._attempt: str | None = None
@@ -89,7 +95,11 @@ class ReceiverThread:
             raise RuntimeError(reason)
         storage = ResidentStorage(self.model)
         tensors = [CanonicalTensor(name, tuple(shape), dtype) for name, shape, dtype in catalog]
-        prewarmed = prewarm(self.model, storage, tensors)
+        prewarmed = prewarm(self.model, storage, tensors, self.shards)
+        refused = any(kind == "unsupported" for kind, _ in prewarmed.classes.values())
+        # A tensor that is refused leaves its parameter out as well: its own reason says more.
+        if prewarmed.incomplete and not refused:
+            raise RuntimeError(prewarmed.incomplete)
         self._manager = ScratchManager(self.model, storage, prewarmed)
         counts: dict[str, int] = {}
         for kind, _ in prewarmed.classes.values():
