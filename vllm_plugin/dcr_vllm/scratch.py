@@ -61,12 +61,13 @@ class ScratchManager:
         # A tied tensor may be reported under one of its names and written under another: compare addresses.
         starts = {tensor.name: tensor.start for tensor in self.storage.tensors}
         at = {name: starts.get(name, name) for name in reported | written}
-        silent = sorted(name for name in reported if at[name] not in {at[other] for other in written})
+        places_reported, places_written = ({at[name] for name in names} for names in (reported, written))
+        silent = sorted(name for name in reported if at[name] not in places_written)
         if silent:
             raise LoaderConditionError(
                 f"the native loader reports {silent[0]} as loaded, but no copy into it was intercepted"
             )
-        unreported = sorted(name for name in written if at[name] not in {at[other] for other in reported})
+        unreported = sorted(name for name in written if at[name] not in places_reported)
         if unreported:
             raise LoaderConditionError(f"the native loader wrote {unreported[0]} without reporting it as loaded")
 
