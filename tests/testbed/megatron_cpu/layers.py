@@ -19,6 +19,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -61,6 +62,10 @@ class TELayerNormColumnParallelLinear(ColumnParallelLinear):
     def forward(self, hidden: torch.Tensor, *args: object, **kwargs: object):
         normal = rms_norm(hidden, self.layer_norm_weight, self.config.layernorm_epsilon)
         return super().forward(normal, *args, **kwargs)
+
+
+class TEColumnParallelLinear(ColumnParallelLinear):
+    """A column-parallel linear layer under its production name."""
 
 
 class TERowParallelLinear(RowParallelLinear):
@@ -117,19 +122,10 @@ class TERowParallelGroupedLinear(_GroupedLinear):
     dim = 1
 
 
-def _mlp_spec(config: TransformerConfig) -> ModuleSpec:
-    if not config.num_moe_experts:
-        linear = MLPSubmodules(linear_fc1=TELayerNormColumnParallelLinear, linear_fc2=TERowParallelLinear)
-        return ModuleSpec(module=MLP, submodules=linear)
-    grouped = MLPSubmodules(linear_fc1=TEColumnParallelGroupedLinear, linear_fc2=TERowParallelGroupedLinear)
-    experts = ModuleSpec(module=TEGroupedMLP, submodules=grouped)
-    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))
-
-
-def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The layers of a decoder: `transformer_layer_spec` for a model provider."""
+def attention_spec(config: TransformerConfig) -> ModuleSpec:
+    """Causal self-attention, with norms for each head where the model has them."""
     head_norm = TENorm if config.qk_layernorm else IdentityOp
-    attention = ModuleSpec(
+    return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
@@ -140,13 +136,36 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
             k_layernorm=head_norm,
         ),
     )
+
+
+def dense_spec() -> ModuleSpec:
+    """A dense MLP, with the layer's norm inside."""
+    linear = MLPSubmodules(linear_fc1=TELayerNormColumnParallelLinear, linear_fc2=TERowParallelLinear)
+    return ModuleSpec(module=MLP, submodules=linear)
+
+
+def experts_spec() -> ModuleSpec:
+    """A mixture of experts, with shared experts where the configuration gives them a size; the norm is outside."""
+    grouped = MLPSubmodules(linear_fc1=TEColumnParallelGroupedLinear, linear_fc2=TERowParallelGroupedLinear)
+    shared = MLPSubmodules(linear_fc1=TEColumnParallelLinear, linear_fc2=TERowParallelLinear)
+    return ModuleSpec(
+        module=MoELayer,
+        submodules=MoESubmodules(
+            experts=ModuleSpec(module=TEGroupedMLP, submodules=grouped),
+            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=shared),
+        ),
+    )
+
+
+def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """The layers of a decoder: `transformer_layer_spec` for a model provider."""
     layer = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            self_attention=attention,
+            self_attention=attention_spec(config),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=TENorm if config.num_moe_experts else IdentityOp,
-            mlp=_mlp_spec(config),
+            mlp=experts_spec() if config.num_moe_experts else dense_spec(),
             mlp_bda=get_bias_dropout_add,
         ),
     )
