@@ -29,7 +29,7 @@ def make_qwen3(
         "model_type": "qwen3",
         "intermediate_size": intermediate,
         "max_window_layers": layers,
-        **_config(vocab, hidden, layers, heads, kv_heads, head_dim),
+        **_config(vocab=vocab, hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim),
         "tie_word_embeddings": tied,
     }
     return _write(directory, config, seed)
@@ -67,13 +67,13 @@ def make_qwen3_moe(
         "num_experts_per_tok": experts_per_token,
         "output_router_logits": False,
         "router_aux_loss_coef": 0.001,
-        **_config(vocab, hidden, layers, heads, kv_heads, head_dim),
+        **_config(vocab=vocab, hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim),
         "tie_word_embeddings": False,
     }
     return _write(directory, config, seed)
 
 
-def _config(vocab: int, hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int) -> dict:
+def _config(*, vocab: int, hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int) -> dict:
     if heads % kv_heads:
         raise ValueError(f"{heads} attention heads cannot share {kv_heads} key-value heads: not divisible")
     return {

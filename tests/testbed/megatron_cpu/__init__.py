@@ -6,7 +6,9 @@ Importing this package makes `megatron.bridge` importable and usable on the CPU,
 - `patches`: places that ask for CUDA get the CPU, and two defects of these versions are worked around;
 - `layers`: layers in plain torch under Transformer Engine's class and parameter names, so that the Bridge's
   own mappings apply and a model has the parameters of a production one;
-- `model`: build a model from a Hugging Face checkpoint with all that.
+- `hybrid`: the same for models with Mamba layers, as far as their parameters go;
+- `padding`: vocabularies that Megatron pads;
+- `model`: build a model from a Hugging Face checkpoint with all that, in any layout of ranks, and train it.
 
 It must be imported before `megatron.bridge`, and changes torch for the whole process.
 """

@@ -1,4 +1,4 @@
-"""Hybrid models (Nemotron-H) without mamba_ssm and causal_conv1d: every parameter of a production model, no forward pass.
+"""Hybrid models (Nemotron-H) without mamba_ssm: every parameter of a production model, but no forward pass.
 
 megatron-core's own `MambaMixer` makes the parameters. It refuses to be built without mamba_ssm, which it needs for
 one class with a parameter, the gated norm, and otherwise for kernels that only a forward pass calls.

@@ -1,5 +1,6 @@
 """Build a model from a Hugging Face checkpoint through Megatron Bridge."""
 
+import contextlib
 import hashlib
 import logging
 from datetime import timedelta
@@ -17,10 +18,10 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.enums import AttnBackend
 
 from testbed.megatron_cpu import hybrid, padding
 from testbed.megatron_cpu.layers import block_spec
-
 
 # Fusions and overlaps of providers that need CUDA or Transformer Engine.
 NOT_ON_CPU = (
@@ -62,13 +63,23 @@ def initialize_groups(
     # The Bridge tells each conversion at INFO, and megatron-core warns of everything that this machine lacks.
     logging.getLogger("megatron").setLevel(logging.ERROR)
     if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+        _destroy_groups()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_parallel,
         pipeline_model_parallel_size=pipeline_parallel,
         expert_model_parallel_size=expert_parallel,
         expert_tensor_parallel_size=expert_tensor_parallel,
     )
+
+
+def _destroy_groups() -> None:
+    # Megatron forgets its groups but leaves most of them open, with threads and connections each.
+    groups = parallel_state._global_process_group_list or []
+    parallel_state.destroy_model_parallel()
+    for group in groups:
+        if isinstance(group, dist.ProcessGroup):
+            with contextlib.suppress(ValueError):  # one that Megatron has closed itself
+                dist.destroy_process_group(group)
 
 
 def build(
@@ -94,6 +105,8 @@ def build(
         provider.mamba_stack_spec = hybrid.stack_spec
     else:
         provider.transformer_layer_spec = block_spec
+    # Each kind of provider has its own default, and megatron-core writes it into the environment for good.
+    provider.attention_backend = AttnBackend.auto
     provider.finalize()
     (model,) = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
     ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
