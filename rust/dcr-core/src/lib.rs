@@ -13,12 +13,16 @@
 #[cfg(target_endian = "big")]
 compile_error!("dcr-core supports little-endian hosts only");
 
+pub mod assembly;
 pub mod baseline;
+pub mod changes;
 pub mod classify;
 pub mod compare;
 pub mod dtype;
+pub mod fingerprint;
 mod geometry;
 pub mod interceptor;
 pub mod ownership;
 pub mod payload;
+pub mod projection;
 pub mod tensor;
