@@ -3,8 +3,10 @@
 //! Each node owns a small tokio runtime for its connection. The methods that callers (Python threads) use block,
 //! and say in one line why they fail.
 
+mod construct;
 mod coordinator;
 mod gate;
+mod memory;
 mod owner;
 mod receiver;
 mod runtime;
@@ -17,6 +19,7 @@ use dcr_protocol::Failure;
 use dcr_transport::TransportError;
 use thiserror::Error;
 
+pub use construct::{ConstructOptions, Construction, Offer, Sink, StreamOrder};
 pub use coordinator::{CoordinatorNode, CoordinatorOptions};
 pub use gate::Gate;
 pub use owner::{OwnerNode, OwnerOptions, Prepared};
@@ -60,6 +63,14 @@ pub enum NodeError {
     /// The node was used in a way that it cannot be.
     #[error("{0}")]
     Misuse(&'static str),
+    /// The folder for file-backed memory cannot be used.
+    #[error("the baseline's folder {} cannot be used: {source}", folder.display())]
+    Folder {
+        /// The folder.
+        folder: std::path::PathBuf,
+        /// The system's answer.
+        source: std::io::Error,
+    },
     /// The operating system refused something.
     #[error("cannot {doing}: {source}")]
     System {

@@ -1,13 +1,12 @@
 //! The running owner: compares, encodes and streams its share of the changed set.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bytes::Bytes;
-use dcr_core::baseline::Baseline;
-use dcr_core::ownership::owner_of;
-use dcr_core::payload::{self, Encoding, Item, PayloadId};
+use dcr_core::baseline::Role;
+use dcr_core::projection::Projection;
 use dcr_core::tensor::TensorMeta;
 use dcr_protocol::{
     AttemptId, Held, Message, Mode, Owner, OwnerAction, OwnerEvent, PayloadKey, PeerName, StreamTotals,
@@ -18,20 +17,21 @@ use tokio::sync::mpsc::UnboundedReceiver;
 use tracing::{debug, warn};
 
 use crate::NodeError;
+use crate::construct::{ConstructOptions, Construction, Offer, Sink, StreamOrder};
 use crate::runtime::{Connection, Link, connect};
 
-/// Sizes of an owner's pipeline (appendix C, pipeline settings).
-#[derive(Clone, Copy, Debug)]
+/// How an owner works.
+#[derive(Clone, Debug)]
 pub struct OwnerOptions {
-    /// A bucket is closed once the tensors in it total this many bytes, changed or not.
-    pub bucket_bytes: u64,
+    /// Sizes of its pipeline.
+    pub construct: ConstructOptions,
     /// Unacknowledged payload bytes that may be on their way.
     pub window_bytes: u64,
 }
 
 impl Default for OwnerOptions {
     fn default() -> Self {
-        Self { bucket_bytes: 512 << 20, window_bytes: 256 << 20 }
+        Self { construct: ConstructOptions::default(), window_bytes: 256 << 20 }
     }
 }
 
@@ -50,6 +50,8 @@ pub struct Prepared {
 struct State {
     machine: Owner,
     connected: bool,
+    /// The caller has closed the owner: nobody waits for credits any more.
+    closed: bool,
     lost: Option<String>,
     /// A `prepare` that the caller has not taken yet.
     prepared: Option<Prepared>,
@@ -65,36 +67,33 @@ impl State {
         self.ended.as_ref().filter(|(attempt, _)| Some(*attempt) == self.taken).map(|(_, result)| result)
     }
 
+    /// Why nothing more can be sent.
+    fn reason(&self) -> NodeError {
+        match self.taken_ended() {
+            Some(Err(reason)) => NodeError::Attempt(reason.clone()),
+            _ => NodeError::Attempt("the attempt has ended".to_owned()),
+        }
+    }
+
     /// Whether an attempt ended before the caller took it.
     fn ended_untaken(&self) -> bool {
         self.ended.is_some() && self.taken_ended().is_none()
     }
 }
 
-/// What the comparing thread works on; also locked by the baseline update, which never runs while it compares.
-#[derive(Default)]
-struct Work {
-    baseline: Baseline,
-    current: Option<Prepared>,
-    offered: BTreeSet<String>,
-    bucket: Vec<Item>,
-    bucket_bytes: u64,
-    totals: StreamTotals,
-}
-
 struct Shared {
     state: Mutex<State>,
     changed: Condvar,
-    work: Mutex<Work>,
-    /// Not part of `work`: it is asked for while a comparison waits for credits that only the asked thread can bring.
-    catalog: Mutex<Vec<TensorMeta>>,
+    /// What the comparing thread works on; also locked by the baseline update, which never runs while it compares.
+    construction: Mutex<Construction>,
+    /// Not part of the construction: it is asked for while a comparison waits for credits that only the asked thread
+    /// can bring.
+    catalog: Mutex<BTreeMap<String, TensorMeta>>,
 }
 
 /// An owner with its connection and baseline.
 pub struct OwnerNode {
     index: u32,
-    owners: u32,
-    options: OwnerOptions,
     connection: Option<Connection>,
     shared: Arc<Shared>,
 }
@@ -108,6 +107,7 @@ impl OwnerNode {
         let state = State {
             machine: Owner::new(index, options.window_bytes),
             connected: false,
+            closed: false,
             lost: None,
             prepared: None,
             taken: None,
@@ -116,27 +116,36 @@ impl OwnerNode {
         let shared = Shared {
             state: Mutex::new(state),
             changed: Condvar::new(),
-            work: Mutex::default(),
+            construction: Mutex::new(Construction::new(options.construct)?),
             catalog: Mutex::default(),
         };
-        Ok(Self { index, owners, options, connection: None, shared: Arc::new(shared) })
+        Ok(Self { index, connection: None, shared: Arc::new(shared) })
     }
 
-    /// Whether the stable hash of the name picks this owner.
-    pub fn owns(&self, name: &str) -> bool {
-        owner_of(name, self.owners) == self.index
-    }
-
-    /// Copies an owned tensor's stored bits into the baseline. Once for every tensor, before the first refit.
-    pub fn track(&self, meta: TensorMeta, bytes: &[u8]) -> Result<(), NodeError> {
-        let error = |reason: String| NodeError::Tensor { tensor: Box::new(meta.clone()), reason };
-        if !self.owns(&meta.name) {
-            return Err(error(format!("belongs to owner/{}", owner_of(&meta.name, self.owners))));
+    /// Copies an owned tensor's stored bits into the baseline. Once for every tensor, before the first refit. Without a
+    /// projection it is a whole canonical tensor.
+    pub fn track(&self, offer: &Offer<'_>, role: Role, projection: Option<Projection>) -> Result<(), NodeError> {
+        let canonical: Vec<TensorMeta> = match &projection {
+            Some(projection) => projection.pieces().iter().map(|piece| piece.tensor().clone()).collect(),
+            None => vec![offer.meta.clone()],
+        };
+        self.shared.construction.lock().track(offer, role, projection)?;
+        let mut catalog = self.shared.catalog.lock();
+        for tensor in canonical {
+            match catalog.get(&tensor.name) {
+                Some(known) if *known != tensor => {
+                    let reason = format!("is {} {:?} in another shard of this owner", known.dtype, known.shape);
+                    return Err(NodeError::Tensor { tensor: Box::new(tensor), reason });
+                }
+                _ => catalog.insert(tensor.name.clone(), tensor),
+            };
         }
-        let mut work = self.shared.work.lock();
-        work.baseline.track(meta.clone(), bytes).map_err(|cause| error(cause.to_string()))?;
-        self.shared.catalog.lock().push(meta.clone());
         Ok(())
+    }
+
+    /// Remembers the bits of a residual task's shard, for its change flag.
+    pub fn track_flag(&self, offer: &Offer<'_>) -> Result<(), NodeError> {
+        self.shared.construction.lock().track_flag(offer)
     }
 
     /// Connects to the relay; the catalog is sent when the coordinator asks for it.
@@ -174,13 +183,13 @@ impl OwnerNode {
             // How an earlier attempt ended is of no interest any more.
             state.ended.take_if(|(attempt, _)| *attempt != prepared.attempt);
             drop(state);
-            let mut work = self.shared.work.lock();
-            work.bucket.clear();
-            work.bucket_bytes = 0;
-            work.offered.clear();
-            work.totals = StreamTotals::default();
-            work.baseline.discard();
-            work.current = Some(prepared.clone());
+            let order = StreamOrder {
+                attempt: prepared.attempt,
+                owner: self.index,
+                mode: prepared.mode,
+                overwrite_only: prepared.overwrite_only.clone(),
+            };
+            self.shared.construction.lock().begin(order, self.sink(prepared.attempt))?;
             return Ok(prepared);
         }
         let taken = state.taken;
@@ -190,63 +199,49 @@ impl OwnerNode {
         }
     }
 
-    /// Compares an owned tensor with the baseline and streams what changed. Blocks while the window is full.
-    pub fn offer(&self, meta: &TensorMeta, bytes: &[u8]) -> Result<(), NodeError> {
-        let error = |reason: String| NodeError::Tensor { tensor: Box::new(meta.clone()), reason };
-        let mut work = self.shared.work.lock();
-        let Some(current) = work.current.clone() else {
-            return Err(NodeError::Misuse("no refit is prepared: call await_prepared first"));
-        };
-        self.still_running()?;
-        if !work.offered.insert(meta.name.clone()) {
-            return Err(error("offered twice in one refit".to_owned()));
+    /// Begins a stream that no coordinator asked for, whose payloads go to `sink` instead of the receivers: to see what a
+    /// refit would send. Not while one runs.
+    pub fn rehearse(&self, mode: Mode, overwrite_only: BTreeSet<String>, sink: Sink) -> Result<(), NodeError> {
+        if self.shared.state.lock().machine.attempt().is_some() {
+            return Err(NodeError::Misuse("a refit is running: it cannot be rehearsed at the same time"));
         }
-        let encoding = match current.mode {
-            Mode::Dense => Encoding::Dense,
-            Mode::Mixed if !current.overwrite_only.contains(&meta.name) => Encoding::Xor,
-            Mode::Mixed | Mode::Overwrite => Encoding::Overwrite,
-        };
-        let started = Instant::now();
-        let work = &mut *work;
-        let candidate = work.baseline.compare(meta, bytes).map_err(|cause| error(cause.to_string()))?;
-        let totals = &mut work.totals;
-        totals.changed += candidate.positions().count();
-        totals.elements += (bytes.len() / meta.dtype.width()) as u64;
-        totals.bytes += bytes.len() as u64;
-        totals.compare_s += started.elapsed().as_secs_f64();
-        if encoding == Encoding::Dense || !candidate.is_unchanged() {
-            let started = Instant::now();
-            let item = candidate.item(encoding);
-            totals.encode_s += started.elapsed().as_secs_f64();
-            match encoding {
-                Encoding::Xor => totals.xor_items += 1,
-                Encoding::Overwrite | Encoding::Dense => totals.overwrite_items += 1,
-            }
-            // A bucket counts the full input of what it holds, so that its size does not depend on luck.
-            work.bucket_bytes += bytes.len() as u64;
-            work.bucket.push(item);
-            if work.bucket_bytes >= self.options.bucket_bytes {
-                self.send_bucket(work, &current)?;
-            }
+        let order = StreamOrder { attempt: AttemptId([0; 16]), owner: self.index, mode, overwrite_only };
+        self.shared.construction.lock().begin(order, sink)
+    }
+
+    /// Takes what a rehearsed stream found as the committed version. Receivers know nothing of it: for measuring only.
+    pub fn commit_rehearsed(&self) -> Result<(), NodeError> {
+        if self.connection.is_some() {
+            return Err(NodeError::Misuse("a registered owner's baseline changes with a commit only"));
         }
+        self.shared.construction.lock().commit();
         Ok(())
     }
 
-    /// Sends what is left and tells everybody that the stream has ended.
-    pub fn end_stream(&self) -> Result<StreamTotals, NodeError> {
-        let mut work = self.shared.work.lock();
-        let Some(current) = work.current.take() else {
-            return Err(NodeError::Misuse("no refit is prepared: call await_prepared first"));
-        };
+    /// The change flags of residual tasks' shards: whether each one's bits differ from the committed ones.
+    pub fn flags(&self, offers: &[Offer<'_>]) -> Result<Vec<bool>, NodeError> {
         self.still_running()?;
-        let missing = self.shared.catalog.lock().iter().find(|tensor| !work.offered.contains(&tensor.name)).cloned();
-        if let Some(tensor) = missing {
-            let reason = "was tracked but not offered in this refit".to_owned();
-            return Err(NodeError::Tensor { tensor: Box::new(tensor), reason });
-        }
-        self.send_bucket(&mut work, &current)?;
-        let totals = work.totals;
-        drop(work);
+        self.shared.construction.lock().flags(offers)
+    }
+
+    /// Compares owned tensors with the baseline and streams what changed. Blocks while the window is full. Their memory
+    /// is not used any more when this returns.
+    pub fn offer(&self, offers: &[Offer<'_>]) -> Result<(), NodeError> {
+        self.still_running()?;
+        self.shared.construction.lock().offer(offers)
+    }
+
+    /// Streams whole canonical tensors, in a dense refit, of which the baseline holds shards only.
+    pub fn offer_dense(&self, offers: &[Offer<'_>]) -> Result<(), NodeError> {
+        self.still_running()?;
+        self.shared.construction.lock().offer_dense(offers)
+    }
+
+    /// Sends what is left and tells everybody that the stream has ended. `required` names the residual tensors that had
+    /// to be offered, and in a dense refit also those that had to be sent whole.
+    pub fn end_stream(&self, required: &[String]) -> Result<StreamTotals, NodeError> {
+        self.still_running()?;
+        let totals = self.shared.construction.lock().end(required)?;
         self.handle(OwnerEvent::StreamEnded(totals));
         Ok(totals)
     }
@@ -269,59 +264,45 @@ impl OwnerNode {
 
     /// Bytes that the baseline holds in host memory.
     pub fn baseline_bytes(&self) -> usize {
-        self.shared.work.lock().baseline.bytes_held()
+        self.shared.construction.lock().baseline().bytes_held()
     }
 
     /// Closes the connection.
     pub fn close(&mut self) {
+        self.shared.state.lock().closed = true;
+        self.shared.changed.notify_all();
         self.connection = None;
     }
 
     fn still_running(&self) -> Result<(), NodeError> {
         let state = self.shared.state.lock();
-        match state.taken_ended() {
-            Some(Err(reason)) => Err(NodeError::Attempt(reason.clone())),
-            _ if state.machine.attempt() != state.taken => Err(NodeError::Attempt("the attempt has ended".to_owned())),
-            _ => Ok(()),
-        }
-    }
-
-    fn send_bucket(&self, work: &mut Work, current: &Prepared) -> Result<(), NodeError> {
-        if work.bucket.is_empty() {
-            return Ok(());
-        }
-        let started = Instant::now();
-        let key = PayloadKey { sequence: work.totals.payloads, owner: self.index };
-        let id = PayloadId { attempt: current.attempt.0, owner: key.owner, sequence: key.sequence };
-        let encoded = payload::encode(&id, &work.bucket).map_err(|cause| {
-            let first = &work.bucket[0].meta;
-            NodeError::Tensor { tensor: Box::new(first.clone()), reason: format!("its bucket: {cause}") }
-        })?;
-        work.bucket.clear();
-        work.bucket_bytes = 0;
-        work.totals.payloads += 1;
-        work.totals.payload_bytes += encoded.len() as u64;
-        work.totals.encode_s += started.elapsed().as_secs_f64();
-
-        let started = Instant::now();
-        let bytes = encoded.len() as u64;
-        {
-            let mut state = self.shared.state.lock();
-            self.shared
-                .changed
-                .wait_while(&mut state, |state| state.machine.attempt() == state.taken && !state.machine.may_send());
-        }
-        self.still_running()?;
-        work.totals.blocked_s += started.elapsed().as_secs_f64();
-        self.handle(OwnerEvent::PayloadReady { sequence: key.sequence, bytes });
-        if let Some(connection) = &self.connection {
-            connection.endpoint.send(Outgoing {
-                to: Vec::new(),
-                message: Message::Payload { attempt: current.attempt, key },
-                body: Some(Bytes::from(encoded)),
-            });
+        if matches!(state.taken_ended(), Some(Err(_))) || state.machine.attempt() != state.taken {
+            return Err(state.reason());
         }
         Ok(())
+    }
+
+    /// Where an attempt's payloads go: to the relay, once there are credits for them.
+    fn sink(&self, attempt: AttemptId) -> Sink {
+        let (shared, owner) = (Arc::clone(&self.shared), self.index);
+        let endpoint = self.connection.as_ref().map(|connection| Arc::clone(&connection.endpoint));
+        Arc::new(move |sequence, payload| {
+            let mut state = shared.state.lock();
+            let waits = |state: &mut State| {
+                !state.closed && state.machine.attempt() == Some(attempt) && !state.machine.may_send()
+            };
+            shared.changed.wait_while(&mut state, waits);
+            if state.closed || state.machine.attempt() != Some(attempt) {
+                return Err(state.reason());
+            }
+            state.machine.handle(OwnerEvent::PayloadReady { sequence, bytes: payload.len() as u64 });
+            drop(state);
+            if let Some(endpoint) = &endpoint {
+                let message = Message::Payload { attempt, key: PayloadKey { sequence, owner } };
+                endpoint.send(Outgoing { to: Vec::new(), message, body: Some(Bytes::from(payload)) });
+            }
+            Ok(())
+        })
     }
 
     fn handle(&self, event: OwnerEvent) {
@@ -385,7 +366,7 @@ impl Driver {
                 send(vec![PeerName::relay()], Message::Holding { held });
             }
             OwnerAction::SendCatalog => {
-                let tensors = self.shared.catalog.lock().clone();
+                let tensors = self.shared.catalog.lock().values().cloned().collect();
                 send(vec![PeerName::coordinator()], Message::Catalog { tensors });
             }
             OwnerAction::Start { attempt, version, mode, overwrite_only } => {
@@ -395,14 +376,14 @@ impl Driver {
                 });
             }
             OwnerAction::UpdateBaseline => {
-                self.shared.work.lock().baseline.commit();
+                self.shared.construction.lock().commit();
                 self.handle(OwnerEvent::BaselineUpdated);
             }
             OwnerAction::DiscardCandidate => {
                 // The comparing thread may hold the lock while it waits for credits; it is woken by the end of the
                 // attempt and the next attempt discards first, so nothing is lost by not waiting here.
-                if let Some(mut work) = self.shared.work.try_lock() {
-                    work.baseline.discard();
+                if let Some(mut construction) = self.shared.construction.try_lock() {
+                    construction.discard();
                 }
             }
             OwnerAction::End(attempt, result) => {

@@ -11,10 +11,15 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
+use dcr_core::baseline::Role;
 use dcr_core::dtype::DType;
 use dcr_core::payload::{Encoding, Item, PayloadId, Positions, encode};
+use dcr_core::projection::Projection;
 use dcr_core::tensor::TensorMeta;
-use dcr_node::{CoordinatorNode, CoordinatorOptions, Link, NodeError, OwnerNode, OwnerOptions, ReceiverNode, TaskKind};
+use dcr_node::{
+    ConstructOptions, CoordinatorNode, CoordinatorOptions, Link, NodeError, Offer, OwnerNode, OwnerOptions,
+    ReceiverNode, TaskKind,
+};
 use dcr_protocol::{
     Application, AttemptId, Deadlines, LoaderClass, Message, Mode, PayloadKey, PeerName, Report, TensorClass,
     WeightsAfter,
@@ -132,11 +137,33 @@ fn meta(name: &str, values: &[u16]) -> TensorMeta {
     TensorMeta { name: name.to_owned(), shape: vec![values.len() as u64], dtype: DType::Bf16 }
 }
 
+/// A tensor that both owners hold a half of, as shards of an affine task.
+const SHARDED: &str = "plain.2";
+
+/// What an owner holds: every second tensor, and its half of the sharded one. Name of the task, its own values.
+fn held(index: u32, weights: &Weights) -> Vec<(String, Vec<u16>)> {
+    let share = |(number, (name, values)): (usize, (&String, &Vec<u16>))| {
+        if name == SHARDED {
+            let half = values.len() / 2;
+            return Some(("task.2".to_owned(), values[index as usize * half..][..half].to_vec()));
+        }
+        (number % 2 == index as usize).then(|| (name.clone(), values.clone()))
+    };
+    weights.iter().enumerate().filter_map(share).collect()
+}
+
 fn owner(link: &Link, index: u32, weights: &Weights) -> OwnerNode {
-    let options = OwnerOptions { bucket_bytes: 1500, window_bytes: 2000 };
-    let mut owner = OwnerNode::new(index, 2, options).unwrap();
-    for (name, values) in weights.iter().filter(|(name, _)| owner.owns(name)) {
-        owner.track(meta(name, values), &bytes(values)).unwrap();
+    let construct = ConstructOptions { chunk_bytes: 700, bucket_bytes: 1500, threads: 2, ..Default::default() };
+    let mut owner = OwnerNode::new(index, 2, OwnerOptions { construct, window_bytes: 2000 }).unwrap();
+    for (name, values) in held(index, weights) {
+        let bytes = bytes(&values);
+        let offer = Offer { meta: meta(&name, &values), bytes: &bytes };
+        if name == "task.2" {
+            let map = Projection::split(meta(SHARDED, &values), 0, index.into(), 2).unwrap();
+            owner.track(&offer, Role::Shard, Some(map)).unwrap();
+        } else {
+            owner.track(&offer, Role::Canonical, None).unwrap();
+        }
     }
     owner.register(link, PATIENCE).unwrap();
     owner
@@ -165,14 +192,23 @@ impl Training {
     fn refit(&self, weights: &Weights, mode: Option<Mode>) -> Result<Report, NodeError> {
         self.coordinator.begin(mode).unwrap();
         thread::scope(|scope| {
-            for owner in &self.owners {
+            for (index, owner) in (0..).zip(&self.owners) {
                 scope.spawn(move || {
                     let run = || -> Result<(), NodeError> {
-                        owner.await_prepared(PATIENCE)?;
-                        for (name, values) in weights.iter().filter(|(name, _)| owner.owns(name)) {
-                            owner.offer(&meta(name, values), &bytes(values))?;
+                        let prepared = owner.await_prepared(PATIENCE)?;
+                        let held = held(index, weights);
+                        let stored: Vec<Vec<u8>> = held.iter().map(|(_, values)| bytes(values)).collect();
+                        let pairs = held.iter().zip(&stored);
+                        let offers = pairs.map(|((name, values), bytes)| Offer { meta: meta(name, values), bytes });
+                        let offers: Vec<Offer<'_>> = offers.collect();
+                        owner.offer(&offers)?;
+                        let mut required = Vec::new();
+                        if prepared.mode == Mode::Dense && index == 0 {
+                            let whole = bytes(&weights[SHARDED]);
+                            owner.offer_dense(&[Offer { meta: meta(SHARDED, &weights[SHARDED]), bytes: &whole }])?;
+                            required.push(SHARDED.to_owned());
                         }
-                        owner.end_stream()?;
+                        owner.end_stream(&required)?;
                         owner.await_end(PATIENCE).map(|_| ())
                     };
                     if let Err(error) = run() {

@@ -6,7 +6,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use dcr_core::ownership::owner_of;
 use dcr_core::tensor::TensorMeta;
 
 use crate::{
@@ -455,24 +454,23 @@ impl Coordinator {
         missing
     }
 
-    /// All owners' catalogs as one, each tensor listed by exactly the owner that its name's hash picks.
+    /// All owners' catalogs as one. Owners of shards of one tensor all list it, and must describe it alike.
     fn merged_catalog(&self) -> Result<Vec<TensorMeta>, String> {
-        let mut catalog = BTreeMap::new();
+        let mut catalog: BTreeMap<&str, (&TensorMeta, &PeerName)> = BTreeMap::new();
         for (owner, (_, tensors)) in &self.catalogs {
             for tensor in tensors {
-                let picked = PeerName::owner(owner_of(&tensor.name, self.config.owners));
-                if picked != *owner {
-                    return Err(format!("{owner} lists tensor `{}`, which belongs to {picked}", tensor.name));
-                }
-                if catalog.insert(tensor.name.clone(), tensor.clone()).is_some() {
-                    return Err(format!("{owner} lists tensor `{}` twice", tensor.name));
+                let (known, first) = *catalog.entry(&tensor.name).or_insert((tensor, owner));
+                if known != tensor {
+                    let describe = |meta: &TensorMeta| format!("{} {:?}", meta.dtype, meta.shape);
+                    let (known, this) = (describe(known), describe(tensor));
+                    return Err(format!("tensor `{}` is {known} for {first} but {this} for {owner}", tensor.name));
                 }
             }
         }
         if catalog.is_empty() {
             return Err("the owners' catalogs are empty: the training side exported no tensor".to_owned());
         }
-        Ok(catalog.into_values().collect())
+        Ok(catalog.into_values().map(|(tensor, _)| tensor.clone()).collect())
     }
 
     fn prepare_receivers(&mut self, now: Duration, catalog: Vec<TensorMeta>, out: &mut Vec<Action>) {

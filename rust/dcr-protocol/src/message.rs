@@ -67,10 +67,12 @@ pub struct StreamTotals {
     pub payload_bytes: u64,
     /// Elements whose stored bits differ from the baseline.
     pub changed: u64,
-    /// Elements compared.
+    /// Elements of the owner's share of the checkpoint: compared, or in residual tensors that no change flag selected.
     pub elements: u64,
-    /// Bytes compared: the owner's share of the checkpoint.
+    /// Bytes of the owner's share of the checkpoint.
     pub bytes: u64,
+    /// Residual tensors that were converted and compared.
+    pub residual_tensors: u64,
     /// Items encoded as XOR.
     pub xor_items: u64,
     /// Items encoded as overwrite or dense.
@@ -357,6 +359,7 @@ impl StreamTotals {
             changed: self.changed + other.changed,
             elements: self.elements + other.elements,
             bytes: self.bytes + other.bytes,
+            residual_tensors: self.residual_tensors + other.residual_tensors,
             xor_items: self.xor_items + other.xor_items,
             overwrite_items: self.overwrite_items + other.overwrite_items,
             compare_s: self.compare_s + other.compare_s,
