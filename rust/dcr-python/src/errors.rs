@@ -13,7 +13,7 @@ create_exception!(
     PyException,
     "A refit, or a part of it, could not be done; one line says what happened and what to do. \
      `weights` is \"untouched\", \"unusable\" or \"committed\": what the receivers' storage holds now. `timed_out` is True when a \
-     wait ended because its time was up, and nothing else is wrong."
+     wait ended because its time was up, and nothing else is wrong. `tensor` is the name of the tensor it is about, or None."
 );
 
 /// A node's error as a `RefitError`.
@@ -26,7 +26,16 @@ pub fn refit_error(py: Python<'_>, error: &NodeError) -> PyErr {
     };
     let value = exception.value(py);
     let timed_out = matches!(error, NodeError::Timeout { .. });
-    match value.setattr("weights", weights).and_then(|()| value.setattr("timed_out", timed_out)) {
+    let tensor = match error {
+        NodeError::Tensor { tensor, .. } => Some(tensor.name.as_str()),
+        _ => None,
+    };
+    let set = || {
+        value.setattr("weights", weights)?;
+        value.setattr("timed_out", timed_out)?;
+        value.setattr("tensor", tensor)
+    };
+    match set() {
         Ok(()) => exception,
         Err(other) => other,
     }

@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use dcr_core::baseline::Baseline;
 use dcr_core::payload::{self, Encoding, PayloadId, Positions};
 use dcr_protocol::AttemptId;
 use pyo3::exceptions::PyValueError;
@@ -62,6 +63,17 @@ impl Item {
     fn elements(&self) -> u64 {
         self.inner().positions.count()
     }
+
+    /// The entries' flat indices in the canonical tensor, as little-endian 64-bit integers.
+    fn positions<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        let positions: Vec<u8> = self.inner().positions.iter().flat_map(u64::to_le_bytes).collect();
+        PyBytes::new(py, &positions)
+    }
+
+    /// The entries' masks or values, little-endian, in the order of the positions.
+    fn values<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.inner().values)
+    }
 }
 
 fn wrong(error: impl ToString) -> PyErr {
@@ -89,10 +101,16 @@ pub fn make_item(
         "dense" => Encoding::Dense,
         other => return Err(wrong(format!("{other:?} is not an encoding"))),
     };
-    let mut baseline = dcr_core::baseline::Baseline::new();
+    let mut baseline = Baseline::default();
     baseline.track(old.meta.clone(), old_bytes).map_err(wrong)?;
-    let item = baseline.compare(&new.meta, new_bytes).map_err(wrong)?.item(encoding);
-    Ok(Item::shared(Arc::new(vec![item]), 0))
+    let candidate = baseline.compare(&new.meta, new_bytes).map_err(wrong)?;
+    let changed = match encoding {
+        Encoding::Dense => candidate.dense_item(),
+        _ => candidate.items(|_| encoding).pop(),
+    };
+    let nothing = Positions::Run { start: 0, count: 0 };
+    let empty = payload::Item { meta: new.meta.clone(), encoding, positions: nothing, values: Vec::new() };
+    Ok(Item::shared(Arc::new(vec![changed.unwrap_or(empty)]), 0))
 }
 
 /// An item from its parts; `positions` are flat indices, `values` their little-endian bytes. Not checked: encoding a

@@ -1,6 +1,7 @@
 //! The Python module `dcr._native`: owner, coordinator and receiver of a refit, and the interceptor of the
 //! native loader's copies. Python hands over tensors, calls the native loader and reports; nothing else.
 
+mod assembly;
 mod coordinator;
 mod errors;
 mod hook;
@@ -8,6 +9,7 @@ mod interceptor;
 mod item;
 mod memory;
 mod owner;
+mod projection;
 mod receiver;
 
 use pyo3::prelude::*;
@@ -19,6 +21,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("RefitError", module.py().get_type::<errors::RefitError>())?;
     module.add_class::<owner::Owner>()?;
+    module.add_class::<projection::Projection>()?;
+    module.add_class::<assembly::Assembly>()?;
     module.add_class::<coordinator::Coordinator>()?;
     module.add_class::<receiver::Receiver>()?;
     module.add_class::<receiver::Task>()?;
@@ -31,6 +35,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
         wrap_pyfunction!(item::raw_item, module)?,
         wrap_pyfunction!(item::encode_payload, module)?,
         wrap_pyfunction!(item::decode_payload, module)?,
+        wrap_pyfunction!(projection::assign_owners, module)?,
+        wrap_pyfunction!(projection::fingerprints, module)?,
         wrap_pyfunction!(interceptor::classify, module)?,
         wrap_pyfunction!(hook::install_copy_hook, module)?,
     ] {

@@ -3,8 +3,37 @@
 
 use dcr_core::dtype::DType;
 use dcr_core::tensor::TensorMeta;
+use dcr_node::Offer;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+
+/// A tensor as Python describes it: name, shape, dtype, data pointer, bytes.
+pub type Described = (String, Vec<u64>, String, usize, usize);
+
+/// Checks what Python describes; a `ValueError` carries the name of the tensor in its attribute `tensor`.
+pub fn host_tensors(py: Python<'_>, described: Vec<Described>) -> PyResult<Vec<HostTensor>> {
+    let check = |(name, shape, dtype, pointer, length): Described| {
+        HostTensor::new(name.clone(), shape, &dtype, pointer, length).inspect_err(|error| {
+            // Without the attribute the message still names the tensor.
+            let _ = error.value(py).setattr("tensor", name);
+        })
+    };
+    described.into_iter().map(check).collect()
+}
+
+/// The tensors with their bytes.
+///
+/// # Safety
+/// As [`HostTensor::bytes`], for each of them.
+pub unsafe fn offers(tensors: &[HostTensor]) -> Vec<Offer<'_>> {
+    // SAFETY: the caller's promise.
+    tensors.iter().map(|tensor| Offer { meta: tensor.meta.clone(), bytes: unsafe { tensor.bytes() } }).collect()
+}
+
+/// A dtype by torch's or safetensors' name.
+pub fn parse_dtype(name: &str) -> Result<DType, dcr_core::dtype::UnknownDType> {
+    DType::from_torch(name).or_else(|_| DType::from_name(name))
+}
 
 /// A contiguous host tensor that belongs to Python and is kept alive by the caller during the call.
 pub struct HostTensor {
@@ -17,9 +46,7 @@ pub struct HostTensor {
 impl HostTensor {
     /// Checks that the declared bytes are what dtype and shape take.
     pub fn new(name: String, shape: Vec<u64>, dtype: &str, pointer: usize, length: usize) -> PyResult<Self> {
-        let dtype = DType::from_torch(dtype)
-            .or_else(|_| DType::from_name(dtype))
-            .map_err(|error| PyValueError::new_err(format!("tensor `{name}`: {error}")))?;
+        let dtype = parse_dtype(dtype).map_err(|error| PyValueError::new_err(format!("tensor `{name}`: {error}")))?;
         let meta = TensorMeta { name, shape, dtype };
         let wrong = |reason: String| PyValueError::new_err(format!("tensor `{}`: {reason}", meta.name));
         let bytes = meta.nbytes().map_err(|error| wrong(error.to_string()))?;

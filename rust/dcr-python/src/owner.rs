@@ -1,60 +1,115 @@
 //! `Owner`: one training rank's side of a refit.
 #![allow(unsafe_code)]
 
-use dcr_node::{Link, OwnerNode, OwnerOptions};
-use parking_lot::RwLock;
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use dcr_core::baseline::Role;
+use dcr_node::{ConstructOptions, Link, OwnerNode, OwnerOptions, Sink};
+use dcr_protocol::{Mode, StreamTotals};
+use parking_lot::{Mutex, RwLock};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyBytes, PyDict};
 
 use crate::errors::{refit_error, seconds};
-use crate::memory::HostTensor;
+use crate::memory::{Described, host_tensors, offers};
+use crate::projection::Projection;
+
+/// A role by its name.
+fn parse_role(name: &str) -> PyResult<Role> {
+    match name {
+        "canonical" => Ok(Role::Canonical),
+        "shard" => Ok(Role::Shard),
+        "residual" => Ok(Role::Residual),
+        other => Err(PyValueError::new_err(format!("{other:?} is not a role; roles are canonical, shard, residual"))),
+    }
+}
+
+/// The totals of a stream.
+fn totals_dict<'py>(py: Python<'py>, totals: &StreamTotals) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("payloads", totals.payloads)?;
+    dict.set_item("payload_bytes", totals.payload_bytes)?;
+    dict.set_item("changed", totals.changed)?;
+    dict.set_item("elements", totals.elements)?;
+    dict.set_item("bytes", totals.bytes)?;
+    dict.set_item("residual_tensors", totals.residual_tensors)?;
+    dict.set_item("xor_items", totals.xor_items)?;
+    dict.set_item("overwrite_items", totals.overwrite_items)?;
+    dict.set_item("compare_s", totals.compare_s)?;
+    dict.set_item("encode_s", totals.encode_s)?;
+    dict.set_item("blocked_s", totals.blocked_s)?;
+    Ok(dict)
+}
 
 /// One owner: compares its tensors with the source baseline and streams what changed.
 #[pyclass(frozen, module = "dcr._native")]
 pub struct Owner {
     node: RwLock<OwnerNode>,
+    rehearsed: Arc<Mutex<Vec<Vec<u8>>>>,
 }
 
 #[pymethods]
 impl Owner {
-    /// Owner number `index` of `owners`. A bucket is closed at `bucket_bytes` of compared tensors, and at most
-    /// `window_bytes` of payload may be on their way.
+    /// Owner number `index` of `owners`. Sizes are bytes: a chunk is compared at once, a bucket of chunks becomes a
+    /// payload, at most `window_bytes` of payload are on their way. `threads` compare and encode (0: one for each core),
+    /// `bucket_queue` buckets wait for their turn, and `baseline_folder` keeps the baseline in files.
     #[new]
-    #[pyo3(signature = (index, owners, bucket_bytes=None, window_bytes=None))]
+    #[pyo3(signature = (index, owners, *, chunk_bytes=None, bucket_bytes=None, window_bytes=None, bucket_queue=None,
+                        threads=None, baseline_folder=None))]
+    #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
         index: u32,
         owners: u32,
+        chunk_bytes: Option<u64>,
         bucket_bytes: Option<u64>,
         window_bytes: Option<u64>,
+        bucket_queue: Option<usize>,
+        threads: Option<usize>,
+        baseline_folder: Option<PathBuf>,
     ) -> PyResult<Self> {
-        let default = OwnerOptions::default();
-        let options = OwnerOptions {
-            bucket_bytes: bucket_bytes.unwrap_or(default.bucket_bytes),
-            window_bytes: window_bytes.unwrap_or(default.window_bytes),
+        let OwnerOptions { construct, window_bytes: window } = OwnerOptions::default();
+        let construct = ConstructOptions {
+            chunk_bytes: chunk_bytes.unwrap_or(construct.chunk_bytes),
+            bucket_bytes: bucket_bytes.unwrap_or(construct.bucket_bytes),
+            bucket_queue: bucket_queue.unwrap_or(construct.bucket_queue),
+            threads: threads.unwrap_or(construct.threads),
+            baseline_folder,
         };
-        let node = OwnerNode::new(index, owners, options).map_err(|error| refit_error(py, &error))?;
-        Ok(Self { node: RwLock::new(node) })
+        let options = OwnerOptions { construct, window_bytes: window_bytes.unwrap_or(window) };
+        let node = OwnerNode::new(index, owners, options);
+        let node = node.map_err(|error| refit_error(py, &error))?;
+        Ok(Self { node: RwLock::new(node), rehearsed: Arc::default() })
     }
 
-    /// Whether this owner owns the tensor of this name.
-    fn owns(&self, name: &str) -> bool {
-        self.node.read().owns(name)
-    }
-
-    /// Copies the stored bits of an owned, contiguous host tensor into the baseline.
+    /// Copies the stored bits of an owned, contiguous host tensor into the baseline. `role` is "canonical", "shard" or
+    /// "residual"; a shard comes with its projection.
+    #[pyo3(signature = (tensor, role="canonical", projection=None))]
     fn track(
         &self,
         py: Python<'_>,
-        name: String,
-        shape: Vec<u64>,
-        dtype: &str,
-        data_ptr: usize,
-        nbytes: usize,
+        tensor: Described,
+        role: &str,
+        projection: Option<PyRef<'_, Projection>>,
     ) -> PyResult<()> {
-        let tensor = HostTensor::new(name, shape, dtype, data_ptr, nbytes)?;
+        let role = parse_role(role)?;
+        let tensors = host_tensors(py, vec![tensor])?;
+        let projection = projection.map(|projection| projection.inner().clone());
         // SAFETY: the caller holds the tensor during the call and does not write to it.
-        let result = py.detach(|| self.node.read().track(tensor.meta.clone(), unsafe { tensor.bytes() }));
+        let offers = unsafe { offers(&tensors) };
+        let result = py.detach(|| self.node.read().track(&offers[0], role, projection));
+        result.map_err(|error| refit_error(py, &error))
+    }
+
+    /// Remembers the bits of a residual task's shard, for its change flag.
+    fn track_flag(&self, py: Python<'_>, tensor: Described) -> PyResult<()> {
+        let tensors = host_tensors(py, vec![tensor])?;
+        // SAFETY: the caller holds the tensor during the call and does not write to it.
+        let offers = unsafe { offers(&tensors) };
+        let result = py.detach(|| self.node.read().track_flag(&offers[0]));
         result.map_err(|error| refit_error(py, &error))
     }
 
@@ -81,33 +136,69 @@ impl Owner {
         Ok(dict)
     }
 
-    /// Compares an owned, contiguous host tensor with the baseline and streams what changed.
-    fn offer(
-        &self,
-        py: Python<'_>,
-        name: String,
-        shape: Vec<u64>,
-        dtype: &str,
-        data_ptr: usize,
-        nbytes: usize,
-    ) -> PyResult<()> {
-        let tensor = HostTensor::new(name, shape, dtype, data_ptr, nbytes)?;
-        // SAFETY: the caller holds the tensor during the call and does not write to it.
-        let result = py.detach(|| self.node.read().offer(&tensor.meta, unsafe { tensor.bytes() }));
+    /// Begins a stream of mode "mixed", "overwrite" or "dense" whose payloads are kept here (or only counted, without
+    /// `keep`) instead of being sent.
+    #[pyo3(signature = (mode="mixed", keep=true, overwrite_only=BTreeSet::new()))]
+    fn rehearse(&self, py: Python<'_>, mode: &str, keep: bool, overwrite_only: BTreeSet<String>) -> PyResult<()> {
+        let mode = match mode {
+            "mixed" => Mode::Mixed,
+            "overwrite" => Mode::Overwrite,
+            "dense" => Mode::Dense,
+            other => return Err(PyValueError::new_err(format!("{other:?} is not a mode"))),
+        };
+        self.rehearsed.lock().clear();
+        let rehearsed = Arc::clone(&self.rehearsed);
+        let sink: Sink = Arc::new(move |_, payload| {
+            if keep {
+                rehearsed.lock().push(payload);
+            }
+            Ok(())
+        });
+        let result = py.detach(|| self.node.read().rehearse(mode, overwrite_only, sink));
         result.map_err(|error| refit_error(py, &error))
     }
 
-    /// Sends what is left; returns the totals of the stream.
-    fn end_stream<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let result = py.detach(|| self.node.read().end_stream());
+    /// The payloads of the rehearsed stream.
+    fn rehearsed<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyBytes>> {
+        self.rehearsed.lock().iter().map(|payload| PyBytes::new(py, payload)).collect()
+    }
+
+    /// Takes what the rehearsed stream found as the committed version; only for an owner without a relay.
+    fn commit_rehearsed(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.node.read().commit_rehearsed()).map_err(|error| refit_error(py, &error))
+    }
+
+    /// For each residual shard, whether its stored bits differ from the committed ones.
+    fn flags(&self, py: Python<'_>, tensors: Vec<Described>) -> PyResult<Vec<bool>> {
+        let tensors = host_tensors(py, tensors)?;
+        // SAFETY: the caller holds the tensors during the call and does not write to them.
+        let result = py.detach(|| self.node.read().flags(&unsafe { offers(&tensors) }));
+        result.map_err(|error| refit_error(py, &error))
+    }
+
+    /// Compares owned, contiguous host tensors with the baseline and streams what changed.
+    fn offer(&self, py: Python<'_>, tensors: Vec<Described>) -> PyResult<()> {
+        let tensors = host_tensors(py, tensors)?;
+        // SAFETY: the caller holds the tensors during the call and does not write to them.
+        let result = py.detach(|| self.node.read().offer(&unsafe { offers(&tensors) }));
+        result.map_err(|error| refit_error(py, &error))
+    }
+
+    /// Streams whole canonical tensors, in a dense refit, of which the baseline holds shards only.
+    fn offer_dense(&self, py: Python<'_>, tensors: Vec<Described>) -> PyResult<()> {
+        let tensors = host_tensors(py, tensors)?;
+        // SAFETY: the caller holds the tensors during the call and does not write to them.
+        let result = py.detach(|| self.node.read().offer_dense(&unsafe { offers(&tensors) }));
+        result.map_err(|error| refit_error(py, &error))
+    }
+
+    /// Sends what is left; returns the totals of the stream. `required` names the residual tensors that had to be
+    /// offered, and in a dense refit also those that had to be sent whole.
+    #[pyo3(signature = (required=Vec::new()))]
+    fn end_stream<'py>(&self, py: Python<'py>, required: Vec<String>) -> PyResult<Bound<'py, PyDict>> {
+        let result = py.detach(|| self.node.read().end_stream(&required));
         let totals = result.map_err(|error| refit_error(py, &error))?;
-        let dict = PyDict::new(py);
-        dict.set_item("payloads", totals.payloads)?;
-        dict.set_item("payload_bytes", totals.payload_bytes)?;
-        dict.set_item("changed", totals.changed)?;
-        dict.set_item("elements", totals.elements)?;
-        dict.set_item("bytes", totals.bytes)?;
-        Ok(dict)
+        totals_dict(py, &totals)
     }
 
     /// Waits for the commit and the baseline update; returns version and baseline.
