@@ -11,10 +11,15 @@ from typing import Any
 import torch.distributed as dist
 
 
+Described = tuple[str, list[int], str, int, int]
+"""Name, shape, dtype, pointer and bytes of a tensor."""
+
+
 class RefitError(Exception):
-    """As the native one: one line, and what it means for the weights."""
+    """As the native one: one line, what it means for the weights, and the tensor that it is about."""
 
     weights = "untouched"
+    tensor: str | None = None
 
 
 class FakeNative:
@@ -55,6 +60,9 @@ class FakeNative:
     def put_once(self, key: str, value: str) -> None:
         self.store.compare_set(key, "", value)
 
+    def assign_owners(self, shares: list[tuple[str, int, list[int]]], owners: int) -> list[int]:
+        return [holders[sum(name.encode()) % len(holders)] for name, _, holders in shares]
+
     def Owner(self, index: int, owners: int, **_: Any) -> "FakeOwner":
         self.check("construct")
         assert (index, owners) == (self.rank, self.size)
@@ -88,18 +96,15 @@ class _Peer:
 
 
 class FakeOwner(_Peer):
-    """Owns every second name."""
+    """An owner that fails where the script says so."""
 
     def __init__(self, native: FakeNative) -> None:
         super().__init__(native)
         self.attempt: str | None = None
 
-    def owns(self, name: str) -> bool:
-        return sum(name.encode()) % self.native.size == self.native.rank
-
-    def track(self, name: str, shape: list[int], dtype: str, pointer: int, nbytes: int) -> None:
+    def track(self, tensor: Described, role: str) -> None:
         if reason := self.native.trouble("track"):
-            raise RefitError(f"tensor `{name}`: {reason}")
+            raise about(tensor[0], reason)
 
     def register(self, timeout_s: float, relay: str | None = None) -> None:
         self.native.check("register")
@@ -120,14 +125,14 @@ class FakeOwner(_Peer):
                 raise RefitError(f"waited {timeout_s}s for the coordinator to prepare a refit")
             time.sleep(0.01)
 
-    def offer(self, name: str, shape: list[int], dtype: str, pointer: int, nbytes: int) -> None:
+    def offer(self, tensors: list[Described]) -> None:
         if ended := self.native.read(f"{self.refit}/failed"):
             raise RefitError(ended)
         if reason := self.native.trouble("offer"):
-            raise RefitError(f"tensor `{name}`: {reason}")
-        self.native.offered.append(name)
+            raise about(tensors[0][0], reason)
+        self.native.offered += [tensor[0] for tensor in tensors]
 
-    def end_stream(self) -> dict[str, Any]:
+    def end_stream(self, required: list[str]) -> dict[str, Any]:
         self.native.check("end_stream")
         self.tell(f"end/{self.native.rank}", "done")
         return {}
@@ -184,4 +189,11 @@ def failed(reason: str) -> RefitError:
     """What the coordinator raises."""
     error = RefitError(reason)
     error.weights = "unusable" if "wrote" in reason else "untouched"
+    return error
+
+
+def about(name: str, reason: str) -> RefitError:
+    """What an owner raises about a tensor."""
+    error = RefitError(f"tensor `{name}`: {reason}")
+    error.tensor = name
     return error

@@ -54,4 +54,4 @@ def test_stale_parameters_are_gathered_first():
             yield "weight", torch.ones(1)
 
     assert [name for name, _ in MegatronBridgeSource(Bridge(), Chunk())] == ["weight"]
-    assert calls == [("sync", True), ("export", True, False)]
+    assert calls == [("sync", True), ("export", False, False)]

@@ -13,7 +13,8 @@ Megatron Bridge's own training loop takes `dcr_training.megatron.RefitCallback` 
 import importlib
 
 _WHERE = {
-    "MegatronBridgeSource": "sources",
+    "MegatronBridgeSource": "bridge",
+    "Part": "parts",
     "RefitClient": "client",
     "RefitConfig": "config",
     "RefitError": "errors",

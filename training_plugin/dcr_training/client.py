@@ -1,6 +1,5 @@
 """The client of a training loop: baseline, refits, and one outcome on all training ranks."""
 
-import hashlib
 import logging
 import os
 import time
@@ -8,21 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from dcr_training import native
 from dcr_training.config import RefitConfig
+from dcr_training.construction import SLICE_S, Construction
 from dcr_training.errors import RefitError
-from dcr_training.prefetch import End, Prefetch
-from dcr_training.ranks import Failure, Ranks, first_of, out_of_step
+from dcr_training.ranks import Failure, Ranks, attempt, first_of, out_of_step, told
 from dcr_training.report import RefitReport
 from dcr_training.sources import WeightSource
 
 logger = logging.getLogger(__name__)
 
 MODES = ("auto", "mixed", "overwrite", "dense")
-SLICE_S = 0.25
-"""Native waits are cut into slices, so that Ctrl-C and other ranks' news get through."""
 STOP_PATIENCE_S = 180.0
 """For the coordinator to stop everybody after a failure."""
 
@@ -49,11 +44,19 @@ class RefitClient:
         self._ranks: Ranks | None = None
         self._owner: Any = None
         self._coordinator: Any = None
-        self._catalog: list[tuple[str, tuple[int, ...], str]] = []
-        self._walks = 0
+        self._construction: Construction | None = None
 
     def initialize(self) -> None:
         """Take the model's present tensors as the source baseline, and connect to the relay."""
+        self.take_baseline()
+        try:
+            self._settle(self._attempt(self._connect))
+        except BaseException:
+            self.close()
+            raise
+
+    def take_baseline(self) -> None:
+        """Take the model's present tensors as the source baseline, without a connection: enough to `rehearse`."""
         if self._owner is not None:
             raise RefitError("this client is initialized already")
         source = self.source
@@ -62,12 +65,42 @@ class RefitClient:
         logger.info("refit client on rank %d of %d: %s", source.rank, source.world_size, source.metadata())
         try:
             self._settle(self._attempt(self._make_owner))
-            self._settle(self._walk(self._track))
-            self._settle(self._check_catalogs())
-            self._settle(self._attempt(self._connect))
+            self._construction = Construction(source, self.config, self._ranks, self._owner)
+            for stage in self._construction.baseline_stages():
+                self._settle(stage())
         except BaseException:
             self.close()
             raise
+        self._log_plan()
+
+    def rehearse(self, mode: str = "mixed", *, commit: bool = False) -> dict[str, Any]:
+        """What a refit in this mode would send now, without sending it; all ranks get the sum over all owners.
+
+        With `commit`, which only a client without a connection can, the next rehearsal is against the present tensors.
+        """
+        if self._construction is None:
+            raise RefitError("the refit client has no baseline: call initialize() or take_baseline() on every rank")
+        began = time.monotonic()
+        self._settle(self._attempt(self._owner.rehearse, mode, False))
+        failure = self._construction.stream(mode)
+        seconds = time.monotonic() - began
+        if failure is None and commit:
+            failure = self._attempt(self._owner.commit_rehearsed)
+        self._settle(failure)
+        everybody = self._ranks.gather({**self._construction.totals, "seconds": seconds})
+        summed = {name: sum(each[name] for each in everybody) for name in everybody[0]}
+        return {**summed, "seconds": max(each["seconds"] for each in everybody)}
+
+    def check_replicas(self) -> None:
+        """Raise `RefitError`, on every rank, if copies of a tensor on several ranks differ in any bit."""
+        if self._construction is None:
+            raise RefitError("the refit client has no baseline: call initialize() or take_baseline() on every rank")
+        self._settle(self._construction.check_replicas())
+
+    @property
+    def baseline_bytes(self) -> int:
+        """Bytes that this rank's share of the source baseline takes."""
+        return 0 if self._owner is None else self._owner.baseline_bytes
 
     def refit(self, mode: str = "auto") -> RefitReport:
         """Bring the receivers to the source's present tensors; returns when they serve them.
@@ -93,7 +126,7 @@ class RefitClient:
     def close(self) -> None:
         """Close this rank's connections."""
         owner, coordinator, ranks = self._owner, self._coordinator, self._ranks
-        self._owner = self._coordinator = self._ranks = None
+        self._owner = self._coordinator = self._ranks = self._construction = None
         for part in (coordinator, owner, ranks):
             if part is not None:
                 part.close()
@@ -108,27 +141,16 @@ class RefitClient:
     # The stages of `initialize`.
 
     def _make_owner(self) -> None:
-        sizes = {"bucket_bytes": self.config.bucket_bytes, "window_bytes": self.config.window_bytes}
-        options = {name: value for name, value in sizes.items() if value is not None}
+        names = ("chunk_bytes", "bucket_bytes", "window_bytes", "bucket_queue", "threads", "baseline_folder")
+        options = {name: getattr(self.config, name) for name in names}
         self._owner = native.load().Owner(self._ranks.rank, self._ranks.size, **options)
 
-    def _track(self, name: str, tensor: torch.Tensor) -> None:
-        self._catalog.append((name, tuple(tensor.shape), str(tensor.dtype)))
-        if self._owner.owns(name):
-            self._hand_over(self._owner.track, name, tensor)
-
-    def _check_catalogs(self) -> Failure | None:
-        """A tensor that only some ranks yield could be missed by its owner, and would be in no refit."""
-        digest = hashlib.blake2b(repr(self._catalog).encode()).digest()
-        if len(set(self._ranks.gather(digest))) > 1:
-            catalogs = self._ranks.gather(self._catalog)
-            for rank, catalog in enumerate(catalogs):
-                if catalog != catalogs[0]:
-                    return self._failure(_difference(rank, catalog, catalogs[0]))
-        names = {name for name, _, _ in self._catalog}
-        if len(names) < len(self._catalog):
-            return self._failure("the weight source yields a tensor name twice")
-        return None if names else self._failure("the weight source yields no tensors")
+    def _log_plan(self) -> None:
+        plan = self._construction.plan
+        if plan is not None and self._ranks.rank == 0:
+            logger.info("%d of %d conversion tasks are affine", plan.count - len(plan.residual), plan.count)
+            for index, reason in sorted(plan.residual.items()):
+                logger.debug("residual: %s (%s)", ", ".join(sorted(plan.names[index])), reason)
 
     def _connect(self) -> None:
         relay = self.config.relay or os.environ.get("DCR_RELAY", "")
@@ -137,7 +159,7 @@ class RefitClient:
         except Exception as error:
             if relay in str(error):
                 raise
-            raise RefitError(f"{_told(error)}: is `dcr relay` running at {relay}?") from error
+            raise RefitError(f"{told(error)}: is `dcr relay` running at {relay}?") from error
         if self._ranks.rank == 0:
             self._coordinator = native.load().Coordinator(
                 self._ranks.size,
@@ -162,9 +184,9 @@ class RefitClient:
         mine = self._attempt(self._coordinator.start, mode) if self._coordinator else None
         if mine:
             outcome = _Outcome(reason=mine.reason)
-        failures, outcome = self._await_prepared(mine, outcome, deadline)
+        failures, outcome, used = self._await_prepared(mine, outcome, deadline)
         if not failures:
-            failures = self._ranks.failures(self._stream())
+            failures = self._ranks.failures(self._construction.stream(used))
         if self._coordinator:
             outcome = outcome or self._wait(failures, deadline)
         outcome = self._ranks.broadcast(outcome)
@@ -179,7 +201,7 @@ class RefitClient:
 
     def _await_prepared(
         self, mine: Failure | None, outcome: _Outcome | None, deadline: float
-    ) -> tuple[list[Failure], _Outcome | None]:
+    ) -> tuple[list[Failure], _Outcome | None, str]:
         """Rounds of waiting and agreeing, until all owners are prepared or one rank has failed.
 
         The coordinator may fail before it has asked any owner. Only rank 0 learns of that: none waits alone.
@@ -202,23 +224,15 @@ class RefitClient:
             failures = [failure for failure, _ in states if failure is not None]
             attempts = {attempt for _, attempt in states}
             if failures:
-                return failures, outcome
+                return failures, outcome, "" if prepared is None else prepared["mode"]
             if None not in attempts:
                 if len(attempts) > 1:
                     failures = [self._failure(f"owners are prepared for different attempts: {attempts}")]
-                return failures, outcome
+                return failures, outcome, "" if prepared is None else prepared["mode"]
             if self._coordinator and prepared is not None:
                 outcome = self._ended()
                 if outcome is not None:
                     mine = self._failure(outcome.reason, kind="follows")
-
-    def _stream(self) -> Failure | None:
-        failure = self._walk(self._offer)
-        return failure or self._attempt(self._owner.end_stream)
-
-    def _offer(self, name: str, tensor: torch.Tensor) -> None:
-        if self._owner.owns(name):
-            self._hand_over(self._owner.offer, name, tensor)
 
     def _wait(self, failures: list[Failure], deadline: float) -> _Outcome:
         """The coordinator's outcome, ending the refit if ranks have failed or time is up."""
@@ -283,65 +297,12 @@ class RefitClient:
 
     # Shared by both.
 
-    def _walk(self, consume: Callable[[str, torch.Tensor], None]) -> Failure | None:
-        """Iterate the source to its end, on this rank as on all others, even when `consume` has failed."""
-        self._walks += 1
-        topic = f"walk-{self._walks}"
-        stream = Prefetch(self.source)
-        failure, count, give_up_at = None, 0, None
-        try:
-            while True:
-                item = stream.next(SLICE_S)
-                if item is None:
-                    news = self._ranks.heard(topic) if give_up_at is None else None
-                    if news:
-                        give_up_at = time.monotonic() + self.config.source_grace_s
-                    if give_up_at is not None and time.monotonic() > give_up_at:
-                        return failure or self._failure("its source hangs", kind="abandoned", count=count)
-                    continue
-                if give_up_at is not None:
-                    give_up_at = time.monotonic() + self.config.source_grace_s
-                if isinstance(item, End):
-                    if item.error is None:
-                        return failure
-                    told = _told(item.error)
-                    reason = f"the weight source failed after {count} tensors: {told}"
-                    ended = self._failure(reason, kind="source", count=count)
-                    self._ranks.announce(topic, f"training rank {ended.rank}: {reason}")
-                    self._owner.fail(reason)
-                    return ended
-                count += 1
-                if failure is None:
-                    name, tensor = item
-                    failure = self._attempt(consume, name, tensor, tensor=str(name))
-                    if failure is not None:
-                        self._owner.fail(failure.reason)
-        finally:
-            stream.drop()
+    def _attempt(self, call: Callable[..., Any], *arguments: Any, **about: str | None) -> Failure | None:
+        return attempt(self._ranks.rank, call, *arguments, **about)
 
-    def _hand_over(self, call: Callable[..., Any], name: str, tensor: torch.Tensor) -> None:
-        """Pass a tensor's memory to the native part; `host` keeps it alive during the call."""
-        host = tensor.detach().to("cpu").contiguous()
-        call(name, list(host.shape), str(host.dtype), host.data_ptr(), host.numel() * host.element_size())
-
-    def _attempt(self, call: Callable[..., Any], *arguments: Any, tensor: str | None = None) -> Failure | None:
-        try:
-            call(*arguments)
-        except Exception as error:
-            return self._failure(error, tensor=tensor)
-        return None
-
-    def _failure(
-        self, error: Exception | str, *, tensor: str | None = None, kind: str = "own", count: int = 0
-    ) -> Failure:
-        reason = error if isinstance(error, str) else _told(error)
-        if tensor is not None and f"`{tensor}`" not in reason:
-            if type(error).__name__ == "RefitError":
-                # The native part names the tensor in what is about a tensor: this is about the attempt.
-                kind, tensor = "follows", None
-            else:
-                reason = f"tensor `{tensor}`: {reason}"
-        return Failure(self._ranks.rank, reason, tensor, kind, count)
+    def _failure(self, error: Exception | str, *, kind: str = "own") -> Failure:
+        reason = error if isinstance(error, str) else told(error)
+        return Failure(self._ranks.rank, reason, kind=kind)
 
     def _settle(self, mine: Failure | None) -> None:
         """The end of a stage of `initialize`: all ranks go on, or all raise."""
@@ -351,18 +312,3 @@ class RefitClient:
             fatal = out_of_step(failures, self._ranks.size)
             reason = f"training rank {first.rank}: {first.reason}"
             raise RefitError(reason, rank=first.rank, tensor=first.tensor, fatal=fatal)
-
-
-def _told(error: BaseException) -> str:
-    """One line for people: native errors speak for themselves, others need their type."""
-    text = (str(error).strip().splitlines() or [""])[0]
-    if type(error).__name__ == "RefitError" and text:
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _difference(rank: int, catalog: list, first: list) -> str:
-    for mine, other in zip(catalog, first, strict=False):
-        if mine != other:
-            return f"the weight source yields {mine} on rank {rank} where rank 0 has {other}"
-    return f"the weight source yields {len(catalog)} tensors on rank {rank} and {len(first)} on rank 0"

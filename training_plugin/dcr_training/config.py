@@ -34,8 +34,18 @@ class RefitConfig:
     """For a whole refit."""
     source_grace_s: float = 30.0
     """Once another rank's source has failed, how long this rank's may still take for one tensor."""
-    bucket_bytes: int | None = None
-    """A payload is closed at this many bytes of compared tensors; None is the default of the native part."""
+    chunk_bytes: int = 256 << 20
+    """Whole tensors are compared in chunks of this many bytes; 64 MiB suits object storage."""
+    bucket_bytes: int = 512 << 20
+    """A payload is closed once the chunks with changes in it total this many bytes of compared tensors."""
+    bucket_queue: int = 2
+    """Closed buckets that may wait to be encoded and sent."""
+    threads: int = 0
+    """Threads that compare and encode on each training rank; 0 takes one for each core."""
+    baseline_folder: str | None = None
+    """A folder for the source baseline's memory, in files without a name; None keeps it in host memory."""
+    check_replicas: bool = False
+    """Check in every refit that copies of a shard on several ranks agree bit for bit."""
     window_bytes: int | None = None
     """Payload bytes on their way, at most; None is the default of the native part."""
 
@@ -53,6 +63,11 @@ class RefitConfig:
             raise ValueError(f"refit configuration: relay {self.relay!r} is not of the form tcp://HOST:PORT")
         if self.application not in APPLICATIONS:
             raise ValueError(f"refit configuration: application {self.application!r} is none of {APPLICATIONS}")
+        for name in ("chunk_bytes", "bucket_bytes", "bucket_queue"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"refit configuration: `{name}` is {getattr(self, name)}, not above 0")
+        if self.threads < 0:
+            raise ValueError(f"refit configuration: `threads` is {self.threads}, below 0")
         for name in ("connect_timeout_s", "peers_timeout_s", "timeout_s", "source_grace_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"refit configuration: `{name}` is {getattr(self, name)}, not above 0")

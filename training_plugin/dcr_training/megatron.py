@@ -18,10 +18,10 @@ from megatron.bridge.training.callbacks import (
     normalize_callbacks,
 )
 
+from dcr_training.bridge import MegatronBridgeSource
 from dcr_training.client import RefitClient
 from dcr_training.config import RefitConfig
 from dcr_training.report import RefitReport
-from dcr_training.sources import MegatronBridgeSource
 
 REPORT = "dcr_refit_report"
 """Key of the last `RefitReport` in the callbacks' user state."""

@@ -1,40 +1,63 @@
-"""Iterating a weight source beside the work on its tensors."""
+"""Iterating a weight source beside the work on its tensors, in chunks of host memory."""
 
 import contextlib
 import queue
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-AHEAD = 2
-"""Tensors converted ahead of the one that is compared: both overlap, and host memory stays low."""
+from dcr_training.parts import Part
+from dcr_training.staging import Staging
 
 
+@dataclass
+class Chunk:
+    """Some tensors of a source, in host memory, with all that is needed to find their errors."""
+
+    tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    nbytes: int = 0
+    count: int = 0
+    """Tensors that the source had yielded by the end of this chunk, wanted or not."""
+
+
+@dataclass
 class End:
     """The source has yielded everything, or has raised `error`."""
 
-    def __init__(self, error: BaseException | None = None) -> None:
-        self.error = error
+    error: BaseException | None = None
+    count: int = 0
 
 
 class Prefetch:
     """A thread that iterates a source to its end, whatever becomes of the tensors.
 
     Other ranks wait in the source's collectives, so the iteration goes on when nobody wants the tensors any
-    more. And a caller that waits here, instead of inside a collective, can give up.
+    more. And a caller that waits here, instead of inside a collective, can give up. Tensors for which `wanted` is
+    false are dropped where they come; the others are collected until they total `chunk_bytes`. One chunk is filled
+    while another waits and a third is compared: no more are held.
     """
 
-    def __init__(self, source: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        source: Iterable[Any],
+        wanted: Callable[..., bool],
+        chunk_bytes: int,
+    ) -> None:
         self._source = source
-        self._queue: queue.Queue = queue.Queue(AHEAD)
+        self._wanted = wanted
+        self._chunk_bytes = chunk_bytes
+        self._queue: queue.Queue = queue.Queue(1)
         self._unwanted = threading.Event()
         # Device and stream belong to a thread; the source must come after the optimizer's kernels.
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         threading.Thread(target=self._run, name="dcr-source", daemon=True).start()
 
-    def next(self, timeout_s: float) -> tuple[str, torch.Tensor] | End | None:
-        """The next tensor with its name, the end, or None when neither came in time."""
+    def next(self, timeout_s: float) -> Chunk | End | None:
+        """The next chunk, the end, or None when neither came in time."""
         try:
             return self._queue.get(timeout=timeout_s)
         except queue.Empty:
@@ -45,15 +68,43 @@ class Prefetch:
         self._unwanted.set()
 
     def _run(self) -> None:
-        error = None
+        end = End()
         try:
             on_stream = torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
             with torch.no_grad(), on_stream:
-                for pair in self._source:
-                    self._put(pair)
+                for chunk in self._chunks(end):
+                    self._put(chunk)
         except BaseException as caught:  # the caller raises it, on every rank
-            error = caught
-        self._put(End(error))
+            end.error = caught
+        self._put(end)
+
+    def _chunks(self, end: End) -> Iterator[Chunk]:
+        staging, chunk = Staging(self._chunk_bytes), Chunk()
+        for item in self._source:
+            end.count += 1
+            if self._unwanted.is_set():
+                continue
+            part = item if isinstance(item, Part) else None
+            name, tensor = (part.name, part.tensor) if part else item[-2:]
+            if not part and not self._wanted(name):
+                continue
+            nbytes = tensor.numel() * tensor.element_size()
+            if chunk.nbytes and chunk.nbytes + nbytes > self._chunk_bytes:
+                yield self._close(chunk, end, staging)
+                chunk = Chunk()
+            host = staging.copy(tensor)
+            if part:
+                chunk.parts.append(part.with_tensor(host))
+            else:
+                chunk.tensors.append((name, host))
+            chunk.nbytes += nbytes
+        if chunk.nbytes or chunk.tensors or chunk.parts:
+            yield self._close(chunk, end, staging)
+
+    def _close(self, chunk: Chunk, end: End, staging: Staging) -> Chunk:
+        staging.finish()
+        chunk.count = end.count
+        return chunk
 
     def _put(self, item: object) -> None:
         while not self._unwanted.is_set():

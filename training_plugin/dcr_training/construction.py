@@ -1,0 +1,445 @@
+"""Delta construction on one training rank (section 4): the source baseline, and the changed set of a refit.
+
+Ranks move through the same stages. In each, what goes wrong on one rank is kept as its `Failure`, and every rank
+still takes part in the collectives that others wait in.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from dcr_training import native
+from dcr_training.config import RefitConfig
+from dcr_training.parts import Part, assemble, described
+from dcr_training.plan import Meta, Plan, told
+from dcr_training.prefetch import Chunk, End, Prefetch
+from dcr_training.ranks import Failure, Ranks, attempt, failure_of
+from dcr_training.sources import WeightSource
+from dcr_training.tasks import ADAPTER, ConversionTask
+
+SLICE_S = 0.25
+"""Waits are cut into slices, so that Ctrl-C and other ranks' news get through."""
+
+Consume = Callable[[Chunk], Failure | None]
+
+
+class Construction:
+    """The owner of one training rank, fed from its source.
+
+    `owner` is a `dcr._native.Owner`. A source that tells conversion tasks (`tasks`, `convert`) is projected
+    directly as far as its tasks are affine; any other source is compared as whole canonical tensors.
+    """
+
+    def __init__(self, source: WeightSource, config: RefitConfig, ranks: Ranks, owner: Any) -> None:
+        self.source: Any = source
+        self.config = config
+        self.ranks = ranks
+        self.owner = owner
+        self.plan: Plan | None = None
+        """None for a source without conversion tasks."""
+        self.catalog: dict[str, Meta] = {}
+        """Canonical tensors of the whole model: shape and dtype."""
+        self.totals: dict[str, Any] = {}
+        """What the last stream of this rank held, and the seconds of its stages."""
+        self._convert_s = 0.0
+        self._tasks: list[ConversionTask | None] = []
+        self._canonical_owner: dict[str, int] = {}
+        self._order: list[tuple[str, Meta]] = []
+        self._walks = 0
+
+    # The baseline. Each stage is called on all ranks, which agree on failures after it.
+
+    def baseline_stages(self) -> list[Callable[[], Failure | None]]:
+        """The stages of taking the present tensors as the source baseline, in order."""
+        return [
+            self._tell_tasks,
+            self._walk_catalog,
+            self._agree_on_catalog,
+            self._prove_projections,
+            self._assign,
+            self._track,
+            self._walk_residual,
+        ]
+
+    def _tell_tasks(self) -> Failure | None:
+        if not getattr(self.source, "direct_projection", False):
+            return None
+        self.source.refresh()
+        failure, accounts = None, []
+        try:
+            self._tasks = self.source.tasks()
+            accounts = [told(task) for task in self._tasks]
+        except Exception as error:
+            failure = failure_of(self.ranks.rank, error)
+        everybody = self.ranks.gather(accounts if failure is None else None)
+        if failure is not None or None in everybody:
+            return failure
+        try:
+            self.plan = Plan(everybody)
+        except ValueError as error:
+            return failure_of(self.ranks.rank, error)
+        self.plan.dependencies_known = self.source.dependencies_known
+        return None
+
+    def _walk_catalog(self) -> Failure | None:
+        """Learn all canonical tensors, from one full conversion."""
+        self._produced: list[tuple[int | None, str]] = []
+        self._differences: dict[int, str] = {}
+        by_name: dict[str, list[tuple[int, ConversionTask]]] = {}
+        if self.plan is not None:
+            for index, task in enumerate(self._tasks):
+                if task is not None and task.projection is not None and index not in self.plan.residual:
+                    for name in task.names:
+                        by_name.setdefault(name, []).append((index, task))
+
+        def learn(source: Iterable[Any]) -> Iterable[Any]:
+            for item in source:
+                if isinstance(item, Part):
+                    name, meta = item.name, (tuple(item.shape), str(item.tensor.dtype))
+                    if self.catalog.setdefault(name, meta) != meta:
+                        raise ValueError(f"tensor `{name}`: its parts belong to {self.catalog[name]} and to {meta}")
+                    self._whole = False
+                else:
+                    name, tensor = item[-2:]
+                    self._order.append((name, (tuple(tensor.shape), str(tensor.dtype))))
+                    if self.plan is not None:
+                        self._produced.append((item[0], name))
+                yield item
+
+        def prove(chunk: Chunk) -> Failure | None:
+            # The index map was derived from metadata: the Bridge's own conversion of the same shards must agree.
+            for name, tensor in chunk.tensors:
+                for index, task in by_name[name]:
+                    reason = _difference(task, name, tensor)
+                    if reason:
+                        self._differences.setdefault(index, reason)
+            return None
+
+        self._whole = True
+        source = self.source if self.plan is None else self.source.convert(None)
+        return self._walk(learn(source), by_name.__contains__, prove)
+
+    def _agree_on_catalog(self) -> Failure | None:
+        """A tensor that only some ranks yield could be missed by its owner, and would be in no refit."""
+        digest = hashlib.blake2b(repr(self._order).encode()).digest()
+        if len(set(self.ranks.gather(digest))) > 1:
+            catalogs = self.ranks.gather(self._order)
+            for rank, catalog in enumerate(catalogs):
+                if catalog != catalogs[0]:
+                    return self._failure(_catalog_difference(rank, catalog, catalogs[0]))
+        self.catalog.update(self._order)
+        if len(dict(self._order)) < len(self._order):
+            return self._failure("the weight source yields a tensor name twice")
+        if not all(self.ranks.gather(self._whole)):
+            for rank, catalog in enumerate(self.ranks.gather(self.catalog)):
+                for name, meta in catalog.items():
+                    if self.catalog.setdefault(name, meta) != meta:
+                        mine = self.catalog[name]
+                        return self._failure(f"tensor `{name}` is {meta} on training rank {rank} and {mine} here")
+        self._order = []
+        return None if self.catalog else self._failure("the weight source yields no tensors")
+
+    def _prove_projections(self) -> Failure | None:
+        """Tasks whose conversion is not what their index map says become residual, on all ranks."""
+        if self.plan is None:
+            return None
+        for index, name in self._produced:
+            if index is None:
+                self.plan.dependencies_known = False
+            else:
+                self.plan.produced(index, name)
+        self.plan.demote(self.plan.wrong_shapes(self.catalog))
+        for differences in self.ranks.gather(self._differences):
+            self.plan.demote(differences)
+        reason = self.plan.uncovered(self.catalog)
+        return None if reason is None else self._failure(reason)
+
+    def _assign(self) -> Failure | None:
+        sizes = {name: _nbytes(*meta) for name, meta in self.catalog.items()}
+        if self.plan is not None:
+            self.plan.assign(self.catalog, sizes, self.ranks.size)
+            self._canonical_owner = self.plan.canonical_owner
+            return None
+        shares = [(name, nbytes, list(range(self.ranks.size))) for name, nbytes in sizes.items()]
+        owners = native.load().assign_owners(shares, self.ranks.size)
+        self._canonical_owner = {name: owner for (name, _, _), owner in zip(shares, owners, strict=True)}
+        return None
+
+    def _track(self) -> Failure | None:
+        """Take the local shards of affine tasks, and the fingerprints of residual ones, as committed."""
+        for name, task, residual in self._owned_tasks():
+            host = task.read().detach().cpu().contiguous()
+            call = self.owner.track_flag if residual else self.owner.track
+            more = () if residual else ("shard", task.projection)
+            failure = self._attempt(call, described(name, host), *more, tensor=name)
+            if failure is not None:
+                return failure
+        return None
+
+    def _walk_residual(self) -> Failure | None:
+        """Take the residual tensors, or all of a source without tasks, as committed."""
+        overwrite = self.plan is not None or getattr(self.source, "overwrite_only", False)
+        role = "residual" if overwrite else "canonical"
+
+        def track(chunk: Chunk) -> Failure | None:
+            for name, tensor in chunk.tensors:
+                failure = self._attempt(self.owner.track, described(name, tensor), role, tensor=name)
+                if failure is not None:
+                    return failure
+            return None
+
+        return self._walk_canonical(None if self.plan is None else set(self.plan.residual), self._owns_baseline, track)
+
+    # A refit.
+
+    def stream(self, mode: str) -> Failure | None:
+        """Compare everything with the baseline and stream what changed, in an attempt that is prepared."""
+        self._convert_s, self.totals = 0.0, {}
+        refresh = getattr(self.source, "refresh", None)
+        failure = None if refresh is None else self._attempt(refresh)
+        if self.config.check_replicas:
+            differ = self.check_replicas()
+            failure = failure or differ
+        selected, required = None, []
+        if self.plan is not None:
+            flags, failed = self._flags()
+            failure = failure or failed
+            flagged = self.ranks.any(flags)
+            selected = set(self.plan.residual) if mode == "dense" else self.plan.select(flagged)
+            names = self.plan.selected_names(selected, self.catalog)
+            required = [name for name in names if self._owns_baseline(name)]
+        if mode == "dense":
+            required = [name for name in self.catalog if self._owns_canonical(name)]
+            selected, wanted = None, self._owns_canonical
+        else:
+            wanted = self._owns_baseline
+        if failure is not None:
+            self.owner.fail(failure.reason)
+        failure = self._walk_canonical(selected, wanted, self._offer, first=self._offer_shards, failure=failure)
+        if failure is not None:
+            return failure
+
+        def end() -> None:
+            self.totals = {**self.owner.end_stream(required), "convert_s": self._convert_s}
+
+        return self._attempt(end)
+
+    def _flags(self) -> tuple[list[bool], Failure | None]:
+        """This rank's change flags, by task index: whether a residual task's shard that it looks at has changed."""
+        plan = self.plan
+        flags = [False] * plan.count
+        owned = [(name, task) for name, task, residual in self._owned_tasks() if residual]
+        tensors = [(name, task.read().detach().cpu().contiguous()) for name, task in owned]
+        changed: list[bool] = []
+
+        def look() -> None:
+            changed.extend(self.owner.flags([described(name, tensor) for name, tensor in tensors]))
+
+        failure = self._attempt(look, otherwise="follows")
+        indices = {id(task): index for index, task in enumerate(self._tasks)}
+        for (_, task), flag in zip(owned, changed, strict=False):
+            index = indices.get(id(task))
+            if index is not None:
+                flags[index] = flag
+            elif flag:
+                flags = [each or plan.residual.get(at) == ADAPTER for at, each in enumerate(flags)]
+        return flags, failure
+
+    def _offer_shards(self) -> Failure | None:
+        """Compare the owned shards of affine tasks in place."""
+        if self.plan is None:
+            return None
+        shards = ((name, task.read()) for name, task, residual in self._owned_tasks() if not residual)
+        return self._consume(Prefetch(shards, lambda _: True, self.config.chunk_bytes), self._offer, None)
+
+    def _offer(self, chunk: Chunk) -> Failure | None:
+        compared, dense = [], []
+        for name, tensor in chunk.tensors:
+            affine = self.plan is not None and name in self.catalog and not self.plan.is_residual(name)
+            (dense if affine else compared).append(described(name, tensor))
+        failure = self._attempt(self.owner.offer, compared, otherwise="follows") if compared else None
+        if failure is None and dense:
+            failure = self._attempt(self.owner.offer_dense, dense, otherwise="follows")
+        return failure
+
+    def check_replicas(self) -> Failure | None:
+        """Compare fingerprints of all copies of each shard, or of each canonical tensor of a source without tasks."""
+        mine: dict[str, bytes] = {}
+
+        def look(names: list[str], tensors: list[tuple[str, torch.Tensor]]) -> None:
+            found = native.load().fingerprints([described(name, tensor) for name, tensor in tensors])
+            mine.update(zip(names, found, strict=True))
+
+        def look_at_chunk(chunk: Chunk) -> Failure | None:
+            return self._attempt(look, [name for name, _ in chunk.tensors], chunk.tensors)
+
+        def look_at_shards() -> None:
+            for task in self._tasks:
+                if task is not None and task.read is not None:
+                    look([task.shard], [(task.name, task.read().detach().cpu().contiguous())])
+
+        if self.plan is None:
+            failure = self._walk(self.source, lambda _: True, look_at_chunk)
+        else:
+            failure = self._attempt(look_at_shards)
+        everybody = self.ranks.gather(mine)
+        return failure or self._disagreement(everybody)
+
+    def _disagreement(self, everybody: list[dict[str, bytes]]) -> Failure | None:
+        names = {task.shard: task.name for task in self._tasks if task is not None}
+        first: dict[str, int] = {}
+        for rank, found in enumerate(everybody):
+            for shard, fingerprint in found.items():
+                other = first.setdefault(shard, rank)
+                if everybody[other][shard] != fingerprint:
+                    name = names.get(shard, shard)
+                    reason = f"tensor `{name}`: training ranks {other} and {rank} hold copies that differ in their bits"
+                    return self._failure(reason, tensor=name)
+        return None
+
+    # Walking the source.
+
+    def _walk_canonical(
+        self,
+        selected: set[int] | None,
+        wanted: Callable[[str], bool],
+        consume: Consume,
+        first: Callable[[], Failure | None] | None = None,
+        failure: Failure | None = None,
+    ) -> Failure | None:
+        """Walk the canonical tensors of these tasks (None: all), and assemble those that come in parts.
+
+        `first` is done beside the beginning of the conversion.
+        """
+        source = self.source if self.plan is None else self.source.convert(selected)
+        parts: list[Part] = []
+
+        def collect(chunk: Chunk) -> Failure | None:
+            parts.extend(part.with_tensor(part.tensor.clone()) for part in chunk.parts)
+            return consume(chunk)
+
+        failure = self._walk(source, wanted, collect, first, failure)
+        if self.plan is not None or not any(self.ranks.gather(bool(parts))):
+            return failure
+        unknown = next((part.name for part in parts if part.name not in self._canonical_owner), None)
+        if any(self.ranks.gather(unknown is not None)):
+            return failure or (unknown and self._failure(f"tensor `{unknown}` was not there before", tensor=unknown))
+        try:
+            tensors = assemble(parts, self._canonical_owner, self.ranks)
+        except Exception as error:
+            return failure or self._failed(error)
+        return failure or consume(Chunk(tensors=[pair for pair in tensors if wanted(pair[0])]))
+
+    def _walk(
+        self,
+        source: Iterable[Any],
+        wanted: Callable[[str], bool],
+        consume: Consume,
+        first: Callable[[], Failure | None] | None = None,
+        failure: Failure | None = None,
+    ) -> Failure | None:
+        """Iterate a source to its end, on this rank as on all others, even when `consume` has failed."""
+        self._walks += 1
+        stream = Prefetch(source, wanted, self.config.chunk_bytes)
+        if first is not None and failure is None:
+            failure = first()
+        return self._consume(stream, consume, f"walk-{self._walks}", failure)
+
+    def _consume(
+        self, stream: Prefetch, consume: Consume, topic: str | None, failure: Failure | None = None
+    ) -> Failure | None:
+        """Take all chunks of a source; with a topic, ranks walk together and hear of each other's failures."""
+        count, give_up_at = 0, None
+        began = time.monotonic()
+        try:
+            while True:
+                item = stream.next(SLICE_S)
+                if item is None:
+                    news = self.ranks.heard(topic) if topic and give_up_at is None else None
+                    if news:
+                        give_up_at = time.monotonic() + self.config.source_grace_s
+                    if give_up_at is not None and time.monotonic() > give_up_at:
+                        return failure or self._failure("its source hangs", kind="abandoned", count=count)
+                    continue
+                self._convert_s += time.monotonic() - began if topic else 0.0
+                if give_up_at is not None:
+                    give_up_at = time.monotonic() + self.config.source_grace_s
+                if isinstance(item, End):
+                    return failure if item.error is None else self._source_failed(item, topic)
+                count = item.count
+                if failure is None:
+                    failure = consume(item)
+                    if failure is not None:
+                        self.owner.fail(failure.reason)
+                began = time.monotonic()
+        finally:
+            stream.drop()
+
+    def _source_failed(self, end: End, topic: str | None) -> Failure:
+        failed = failure_of(self.ranks.rank, end.error)
+        reason = f"the weight source failed after {end.count} tensors: {failed.reason}"
+        ended = self._failure(reason, kind="source" if topic else "own", count=end.count, tensor=failed.tensor)
+        if topic:
+            self.ranks.announce(topic, f"training rank {ended.rank}: {reason}")
+        self.owner.fail(reason)
+        return ended
+
+    # What this rank owns.
+
+    def _owned_tasks(self) -> list[tuple[str, ConversionTask, bool]]:
+        """The tasks whose local shard this rank compares or looks at: name in the baseline, task, whether residual."""
+        if self.plan is None:
+            return []
+        owned = []
+        for index, task in enumerate(self._tasks):
+            if task is not None and task.read is not None and self.plan.shard_owner.get(task.shard) == self.ranks.rank:
+                owned.append((task.name, task, index in self.plan.residual))
+        if ADAPTER in self.plan.residual.values():
+            for name, weight in self.source.adapters():
+                owned.append((name, ConversionTask(name, (), lambda weight=weight: weight), True))
+        return owned
+
+    def _owns_canonical(self, name: str) -> bool:
+        return self._canonical_owner.get(name) == self.ranks.rank
+
+    def _owns_baseline(self, name: str) -> bool:
+        """Whether the committed bits of a canonical tensor are held here."""
+        return self._owns_canonical(name) and (self.plan is None or self.plan.is_residual(name))
+
+    # Failures.
+
+    def _attempt(self, call: Callable[..., Any], *arguments: Any, **about: str | None) -> Failure | None:
+        return attempt(self.ranks.rank, call, *arguments, **about)
+
+    def _failed(self, error: Exception) -> Failure:
+        return failure_of(self.ranks.rank, error, tensor=getattr(error, "tensor", None))
+
+    def _failure(self, reason: str, **more: Any) -> Failure:
+        return Failure(self.ranks.rank, reason, **more)
+
+
+def _difference(task: ConversionTask, name: str, tensor: torch.Tensor) -> str | None:
+    """How a shard differs from the canonical tensor that its task converts to."""
+    shard = task.read().detach().cpu().contiguous()
+    try:
+        at = task.projection.first_difference(described(task.name, shard), described(name, tensor))
+    except ValueError as error:
+        return str(error)
+    return None if at is None else f"the conversion to `{name}` changes bits, at element {at}"
+
+
+def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
+    elements = 1
+    for size in shape:
+        elements *= size
+    return elements * getattr(torch, dtype.removeprefix("torch.")).itemsize
+
+
+def _catalog_difference(rank: int, catalog: list, first: list) -> str:
+    for mine, other in zip(catalog, first, strict=False):
+        if mine != other:
+            return f"the weight source yields {mine} on rank {rank} where rank 0 has {other}"
+    return f"the weight source yields {len(catalog)} tensors on rank {rank} and {len(first)} on rank 0"
