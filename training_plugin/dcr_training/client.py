@@ -11,6 +11,7 @@ from dcr_training import native
 from dcr_training.config import RefitConfig
 from dcr_training.construction import SLICE_S, Construction
 from dcr_training.errors import RefitError
+from dcr_training.plan import Plan
 from dcr_training.ranks import Failure, Ranks, attempt, first_of, out_of_step, told
 from dcr_training.report import RefitReport
 from dcr_training.sources import WeightSource
@@ -73,15 +74,16 @@ class RefitClient:
             raise
         self._log_plan()
 
-    def rehearse(self, mode: str = "mixed", *, commit: bool = False) -> dict[str, Any]:
+    def rehearse(self, mode: str = "mixed", *, commit: bool = False, keep: bool = False) -> dict[str, Any]:
         """What a refit in this mode would send now, without sending it; all ranks get the sum over all owners.
 
         With `commit`, which only a client without a connection can, the next rehearsal is against the present tensors.
+        With `keep`, this rank's payloads can be had from `rehearsed`.
         """
         if self._construction is None:
             raise RefitError("the refit client has no baseline: call initialize() or take_baseline() on every rank")
         began = time.monotonic()
-        self._settle(self._attempt(self._owner.rehearse, mode, False))
+        self._settle(self._attempt(self._owner.rehearse, mode, keep))
         failure = self._construction.stream(mode)
         seconds = time.monotonic() - began
         if failure is None and commit:
@@ -90,6 +92,15 @@ class RefitClient:
         everybody = self._ranks.gather({**self._construction.totals, "seconds": seconds})
         summed = {name: sum(each[name] for each in everybody) for name in everybody[0]}
         return {**summed, "seconds": max(each["seconds"] for each in everybody)}
+
+    def rehearsed(self) -> list[bytes]:
+        """This rank's payloads of the last rehearsal that kept them."""
+        return [] if self._owner is None else self._owner.rehearsed()
+
+    @property
+    def plan(self) -> Plan | None:
+        """Which conversion tasks are affine, and who owns what; None without a baseline, or without such tasks."""
+        return None if self._construction is None else self._construction.plan
 
     def check_replicas(self) -> None:
         """Raise `RefitError`, on every rank, if copies of a tensor on several ranks differ in any bit."""
