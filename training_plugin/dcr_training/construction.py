@@ -403,11 +403,13 @@ class Construction:
         return owned
 
     def _owns_canonical(self, name: str) -> bool:
-        return self._canonical_owner.get(name) == self.ranks.rank
+        # One that was not there before is everybody's: comparing it says so.
+        return self._canonical_owner.get(name, self.ranks.rank) == self.ranks.rank
 
     def _owns_baseline(self, name: str) -> bool:
         """Whether the committed bits of a canonical tensor are held here."""
-        return self._owns_canonical(name) and (self.plan is None or self.plan.is_residual(name))
+        affine = self.plan is not None and name in self.catalog and not self.plan.is_residual(name)
+        return self._owns_canonical(name) and not affine
 
     # Failures.
 

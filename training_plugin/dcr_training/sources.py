@@ -14,6 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
+from dcr_training.parts import Part
+
 
 @runtime_checkable
 class WeightSource(Protocol):
@@ -29,8 +31,8 @@ class WeightSource(Protocol):
         """Number of training ranks: all must take part in every iteration."""
         ...
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Canonical names and full tensors, on any device."""
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor] | Part]:
+        """Canonical names and full tensors, on any device; a part where this rank has no more."""
         ...
 
     def metadata(self) -> dict[str, Any]:
@@ -50,14 +52,14 @@ class Distributed:
         return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor] | Part]
 
 
 class StateDictSource(Distributed):
     """Canonical tensors of a training loop without Megatron.
 
     `weights` is a module whose state dict has canonical names, or a callable that returns them in an iterable
-    of (name, tensor) or a mapping. It is called in every iteration, on all ranks. Tensors that are sharded as
+    of (name, tensor), or `Part`s, or a mapping. It is called in every iteration, on all ranks. Tensors that are sharded as
     `DTensor` (FSDP2) are gathered, which is a collective.
     """
 
@@ -71,10 +73,14 @@ class StateDictSource(Distributed):
             raise TypeError(f"a state-dict source takes a module, or a callable that returns tensors; not {kind}")
         self._name = type(weights).__name__
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor] | Part]:
         weights = self._weights()
-        for name, tensor in weights.items() if isinstance(weights, Mapping) else weights:
-            yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        for item in weights.items() if isinstance(weights, Mapping) else weights:
+            if isinstance(item, Part):
+                yield item
+            else:
+                name, tensor = item
+                yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
     def metadata(self) -> dict[str, Any]:
         """The class of what was given."""
