@@ -297,7 +297,9 @@ class RefitClient:
             weights = "committed"
         if not failures:
             return RefitError(reason, weights=weights)
-        first = first_of(failures)
+        # Several ranks may have failed: the one that the coordinator heard of first is told of.
+        heard = [failure for failure in failures if failure.kind != "follows" and failure.reason in reason]
+        first = first_of(heard or failures)
         if not reason:
             reason = f"training rank {first.rank}: {first.reason}"
         fatal = out_of_step(failures, self._ranks.size)

@@ -218,7 +218,7 @@ class Construction:
             wanted = self._owns_baseline
         if failure is not None:
             self.owner.fail(failure.reason)
-        failure = self._walk_canonical(selected, wanted, self._offer, first=self._offer_shards, failure=failure)
+        failure = self._walk_canonical(selected, wanted, self._offer_canonical, first=self._offer_shards, failure=failure)
         if failure is not None:
             return failure
 
@@ -256,14 +256,16 @@ class Construction:
         return self._consume(Prefetch(shards, lambda _: True, self.config.chunk_bytes), self._offer, None)
 
     def _offer(self, chunk: Chunk) -> Failure | None:
-        compared, dense = [], []
-        for name, tensor in chunk.tensors:
-            affine = self.plan is not None and name in self.catalog and not self.plan.is_residual(name)
-            (dense if affine else compared).append(described(name, tensor))
-        failure = self._attempt(self.owner.offer, compared, otherwise="follows") if compared else None
-        if failure is None and dense:
-            failure = self._attempt(self.owner.offer_dense, dense, otherwise="follows")
-        return failure
+        """Compare tensors of the baseline."""
+        tensors = [described(name, tensor) for name, tensor in chunk.tensors]
+        return self._attempt(self.owner.offer, tensors, otherwise="follows") if tensors else None
+
+    def _offer_canonical(self, chunk: Chunk) -> Failure | None:
+        """Compare residual tensors, and send affine ones whole: those come here in a dense refit only."""
+        dense = [described(name, tensor) for name, tensor in chunk.tensors if self._is_affine(name)]
+        failure = self._attempt(self.owner.offer_dense, dense, otherwise="follows") if dense else None
+        residual = [pair for pair in chunk.tensors if not self._is_affine(pair[0])]
+        return failure or self._offer(Chunk(tensors=residual))
 
     def check_replicas(self) -> Failure | None:
         """Compare fingerprints of all copies of each shard, or of each canonical tensor of a source without tasks."""
@@ -408,8 +410,11 @@ class Construction:
 
     def _owns_baseline(self, name: str) -> bool:
         """Whether the committed bits of a canonical tensor are held here."""
-        affine = self.plan is not None and name in self.catalog and not self.plan.is_residual(name)
-        return self._owns_canonical(name) and not affine
+        return self._owns_canonical(name) and not self._is_affine(name)
+
+    def _is_affine(self, name: str) -> bool:
+        """Whether the baseline holds a canonical tensor as shards."""
+        return self.plan is not None and name in self.catalog and not self.plan.is_residual(name)
 
     # Failures.
 

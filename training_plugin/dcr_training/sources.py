@@ -8,13 +8,15 @@ Where a rank has only a part of a tensor, its source yields a `dcr_training.Part
 owner assembles the parts of all ranks.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 
+from dcr_training import native
 from dcr_training.parts import Part
+from dcr_training.tasks import ConversionTask
 
 
 @runtime_checkable
@@ -59,8 +61,9 @@ class StateDictSource(Distributed):
     """Canonical tensors of a training loop without Megatron.
 
     `weights` is a module whose state dict has canonical names, or a callable that returns them in an iterable
-    of (name, tensor), or `Part`s, or a mapping. It is called in every iteration, on all ranks. Tensors that are sharded as
-    `DTensor` (FSDP2) are gathered, which is a collective.
+    of (name, tensor), or `Part`s, or a mapping. It is called in every iteration, on all ranks. Where it gives a
+    mapping with tensors that are sharded as `DTensor` (FSDP2), each rank compares its own shards in place, and they
+    are gathered for a dense refit only; in an iterable they are gathered, which is a collective.
     """
 
     def __init__(self, weights: torch.nn.Module | Callable[[], Weights]) -> None:
@@ -72,6 +75,7 @@ class StateDictSource(Distributed):
             kind = type(weights).__name__
             raise TypeError(f"a state-dict source takes a module, or a callable that returns tensors; not {kind}")
         self._name = type(weights).__name__
+        self._current: Mapping[str, torch.Tensor] = {}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor] | Part]:
         weights = self._weights()
@@ -80,8 +84,55 @@ class StateDictSource(Distributed):
                 yield item
             else:
                 name, tensor = item
-                yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+                yield name, _whole(tensor)
+
+    @property
+    def direct_projection(self) -> bool:
+        """Whether ranks hold shards that they can compare in place."""
+        weights = self._weights()
+        return isinstance(weights, Mapping) and any(hasattr(each, "full_tensor") for each in weights.values())
+
+    dependencies_known = True
+
+    def refresh(self) -> None:
+        """Take the tensors as they are now; all ranks call it before shards are read."""
+        weights = self._weights()
+        self._current = weights if isinstance(weights, Mapping) else {}
+
+    def tasks(self) -> list[ConversionTask | None]:
+        """One task for each tensor, affine where its sharding is a block."""
+        return [self._task(name, tensor) for name, tensor in self._current.items()]
+
+    def convert(self, selected: Collection[int] | None) -> Iterator[tuple[int, str, torch.Tensor]]:
+        """The tensors with these indices (None: all), gathered; the same on all ranks."""
+        for index, (name, tensor) in enumerate(self._current.items()):
+            if selected is None or index in selected:
+                yield index, name, _whole(tensor)
 
     def metadata(self) -> dict[str, Any]:
         """The class of what was given."""
         return {"source": "state-dict", "model": self._name}
+
+    def _task(self, name: str, tensor: torch.Tensor) -> ConversionTask:
+        def read() -> torch.Tensor:
+            now = self._current[name]
+            return now.to_local() if hasattr(now, "to_local") else now
+
+        shape, dtype = list(tensor.shape), str(tensor.dtype)
+        offset, extent = [0] * len(shape), shape
+        if hasattr(tensor, "to_local"):
+            placements = tensor.placements
+            # Exactly these: a subclass of `Shard` may interleave.
+            if any(type(each).__name__ not in ("Shard", "Replicate") for each in placements):
+                reason = f"sharded as {', '.join(map(str, placements))}"
+                return ConversionTask(name, (name,), read, None, reason, f"{name}#{dist.get_rank()}")
+            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+            extent, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
+        projection = native.load().Projection.block(name, shape, dtype, list(offset), list(extent))
+        shard = f"{name}@{'.'.join(map(str, offset))}"
+        return ConversionTask(name, (name,), read, projection, "", shard)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

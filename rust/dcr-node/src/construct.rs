@@ -82,7 +82,10 @@ pub struct Construction {
 
 struct Stream {
     order: StreamOrder,
+    /// Tensors of the baseline that were compared.
     offered: BTreeSet<String>,
+    /// Canonical tensors that were sent whole without being compared.
+    sent_whole: BTreeSet<String>,
     bucket: Vec<Item>,
     bucket_names: HashSet<String>,
     bucket_bytes: u64,
@@ -130,6 +133,7 @@ impl Construction {
         self.stream = Some(Stream {
             order,
             offered: BTreeSet::new(),
+            sent_whole: BTreeSet::new(),
             bucket: Vec::new(),
             bucket_names: HashSet::new(),
             bucket_bytes: 0,
@@ -180,7 +184,7 @@ impl Construction {
         }
         for offer in offers {
             stream.encoder.check()?;
-            stream.note(offer)?;
+            note(&mut stream.sent_whole, offer)?;
             let item = Item {
                 meta: offer.meta.clone(),
                 encoding: Encoding::Dense,
@@ -207,7 +211,12 @@ impl Construction {
         if let Some(missing) = self.fingerprints.unstaged().next() {
             return Err(wrong(missing, "was tracked but not looked at in this refit"));
         }
-        if let Some(name) = required.iter().find(|name| !stream.offered.contains(*name)) {
+        // A shard may bear its canonical tensor's name: comparing it does not send the tensor.
+        let compared = |name: &String| {
+            stream.offered.contains(name) && self.baseline.role(name).is_some_and(|role| role != Role::Shard)
+        };
+        let given = |name: &&String| compared(name) || stream.sent_whole.contains(*name);
+        if let Some(name) = required.iter().find(|name| !given(name)) {
             let meta = self.baseline.tensors().map(|(meta, _)| meta).find(|meta| meta.name == **name).cloned();
             let meta = meta.unwrap_or_else(|| TensorMeta::new(name.as_str(), [], dcr_core::dtype::DType::U8));
             return Err(wrong(&meta, "had to be converted in this refit, but no conversion gave it"));
@@ -245,7 +254,7 @@ impl Construction {
     fn chunk(&mut self, chunk: &[Offer<'_>]) -> Result<(), NodeError> {
         let stream = self.stream.as_mut().ok_or(NOT_PREPARED)?;
         stream.encoder.check()?;
-        chunk.iter().try_for_each(|offer| stream.note(offer))?;
+        chunk.iter().try_for_each(|offer| note(&mut stream.offered, offer))?;
         let started = Instant::now();
         let compared = compare(&self.pool, &self.baseline, chunk)?;
         let stream = self.stream.as_mut().ok_or(NOT_PREPARED)?;
@@ -277,13 +286,6 @@ impl Construction {
 }
 
 impl Stream {
-    fn note(&mut self, offer: &Offer<'_>) -> Result<(), NodeError> {
-        match self.offered.insert(offer.meta.name.clone()) {
-            true => Ok(()),
-            false => Err(wrong(&offer.meta, "offered twice in one refit")),
-        }
-    }
-
     /// Adds a chunk's records to the bucket. A chunk without any adds nothing, one with some counts in full, so that the
     /// size of a bucket does not depend on luck.
     fn add(&mut self, items: Vec<Item>, bytes: u64, bucket_bytes: u64) -> Result<(), NodeError> {
@@ -316,6 +318,13 @@ impl Stream {
         self.bucket_bytes = 0;
         self.bucket_names.clear();
         self.encoder.encode(id, std::mem::take(&mut self.bucket))
+    }
+}
+
+fn note(names: &mut BTreeSet<String>, offer: &Offer<'_>) -> Result<(), NodeError> {
+    match names.insert(offer.meta.name.clone()) {
+        true => Ok(()),
+        false => Err(wrong(&offer.meta, "offered twice in one refit")),
     }
 }
 
