@@ -32,6 +32,7 @@ build: python
 	@$(setup)
 
 bench: python
+	@$(setup) --run training -- dcr bench construct --model testbed.bench_model:build
 	@$(setup) --run tools -- cargo run --locked --release -p dcr-core --example speed
 
 lock: python

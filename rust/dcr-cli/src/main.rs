@@ -1,5 +1,6 @@
-//! The `dcr` program: the relay process, run keys, and a look into payload files.
+//! The `dcr` program: the relay process, run keys, a look into payload files, and measurements.
 
+mod bench;
 mod inspect;
 mod key;
 mod relay;
@@ -24,6 +25,9 @@ enum Command {
     Relay(relay::Arguments),
     /// Makes a run key, the secret that all processes of a run share.
     Key(key::Arguments),
+    /// Measures what this machine reaches.
+    #[command(subcommand)]
+    Bench(bench::Bench),
     /// Shows what a payload file holds.
     Inspect {
         /// The payload file.
@@ -38,6 +42,7 @@ fn main() -> ExitCode {
     let result = match arguments.command {
         Command::Relay(arguments) => relay::run(arguments),
         Command::Key(arguments) => key::run(&arguments),
+        Command::Bench(bench) => bench::run(bench),
         Command::Inspect { file } => inspect::run(&file),
     };
     match result {

@@ -23,12 +23,8 @@ impl Changes {
         let (Some(old), Some(new)) = (old.get(bytes.clone()), new.get(bytes)) else {
             return Err(CompareError::Length { old: old.len(), new: new.len() });
         };
-        let mut positions = Vec::new();
-        compare::changed(old, new, width, &mut positions)?;
-        let values = gather_scattered(new, &positions, width);
-        if range.start > 0 {
-            positions.iter_mut().for_each(|position| *position += range.start as u64);
-        }
+        let (mut positions, mut values) = (Vec::new(), Vec::new());
+        compare::changed_values(old, new, width, range.start as u64, &mut positions, &mut values)?;
         Ok(Changes { positions: Positions::from_sorted(positions), values })
     }
 
@@ -112,23 +108,6 @@ impl Changes {
         let positions = Positions::from_sorted(positions);
         Some(Item { meta: piece.tensor().clone(), encoding, positions, values })
     }
-}
-
-fn gather_scattered(bits: &[u8], positions: &[u64], width: usize) -> Vec<u8> {
-    match width {
-        1 => gather::<1>(bits, positions),
-        2 => gather::<2>(bits, positions),
-        4 => gather::<4>(bits, positions),
-        _ => gather::<8>(bits, positions),
-    }
-}
-
-/// The elements at `positions`, which come from a comparison of `bits` and so lie inside it.
-fn gather<const W: usize>(bits: &[u8], positions: &[u64]) -> Vec<u8> {
-    let elements = bits.as_chunks::<W>().0;
-    let mut values = Vec::with_capacity(W * positions.len());
-    positions.iter().for_each(|position| values.extend_from_slice(&elements[*position as usize]));
-    values
 }
 
 fn xor<const W: usize>(values: &mut [u8], old: &[u8], positions: &[u64]) {

@@ -2,6 +2,8 @@
 
 use thiserror::Error;
 
+use crate::lanes::{self, differences};
+
 /// Why two buffers cannot be compared.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum CompareError {
@@ -29,23 +31,42 @@ pub enum CompareError {
     },
 }
 
-/// Blocks of this many bytes are compared at once and skipped when equal.
-const BLOCK: usize = 64;
-/// Bytes that are looked at together inside a block that differs.
-const WORD: usize = 8;
+/// Elements that are compared before their changes are handed on: few enough to stay in the first cache.
+const BLOCK: usize = 2048;
+/// Elements of one mask.
+const GROUP: usize = 64;
+/// Changes of a group that are written without asking how many there are.
+const FEW: usize = 4;
 
 /// Appends to `out` the flat index of every element whose stored bits differ, in increasing order, and returns how
 /// many there are. `width` is the bytes of one element. On an error nothing is appended.
 pub fn changed(old: &[u8], new: &[u8], width: usize, out: &mut Vec<u64>) -> Result<usize, CompareError> {
     check(old, new, width)?;
     let before = out.len();
-    match width {
-        1 => scan::<1>(old, new, out),
-        2 => scan::<2>(old, new, out),
-        4 => scan::<4>(old, new, out),
-        _ => scan::<8>(old, new, out),
-    }
+    scan(old, new, width, |found, _, _| out.extend_from_slice(found));
     Ok(out.len() - before)
+}
+
+/// As [`changed`], with `first` added to every index, and the new bits of those elements appended to `values`.
+pub fn changed_values(
+    old: &[u8],
+    new: &[u8],
+    width: usize,
+    first: u64,
+    positions: &mut Vec<u64>,
+    values: &mut Vec<u8>,
+) -> Result<(), CompareError> {
+    check(old, new, width)?;
+    scan(old, new, width, |found, base, block| {
+        positions.extend(found.iter().map(|position| position + first));
+        match width {
+            1 => gather::<1>(found, base, block, values),
+            2 => gather::<2>(found, base, block, values),
+            4 => gather::<4>(found, base, block, values),
+            _ => gather::<8>(found, base, block, values),
+        }
+    });
+    Ok(())
 }
 
 /// Whether any stored bit differs.
@@ -67,36 +88,71 @@ fn check(old: &[u8], new: &[u8], width: usize) -> Result<(), CompareError> {
     Ok(())
 }
 
-fn scan<const W: usize>(old: &[u8], new: &[u8], out: &mut Vec<u64>) {
-    let (old_blocks, old_rest) = old.as_chunks::<BLOCK>();
-    let (new_blocks, new_rest) = new.as_chunks::<BLOCK>();
+/// The bits of the elements at `found`, which lie in `block`; its first element has index `base`.
+fn gather<const W: usize>(found: &[u64], base: u64, block: &[u8], values: &mut Vec<u8>) {
+    let elements = block.as_chunks::<W>().0;
+    values.reserve(W * found.len());
+    found.iter().for_each(|position| values.extend_from_slice(&elements[(position - base) as usize]));
+}
+
+/// Hands on, block by block, the indices of changed elements, the index of the block's first element, and the block's
+/// new bits.
+fn scan(old: &[u8], new: &[u8], width: usize, take: impl FnMut(&[u64], u64, &[u8])) {
+    lanes::fastest(
+        #[inline(always)]
+        move || match width {
+            1 => scan_blocks::<1, GROUP>(old, new, take),
+            2 => scan_blocks::<2, { 2 * GROUP }>(old, new, take),
+            4 => scan_blocks::<4, { 4 * GROUP }>(old, new, take),
+            _ => scan_blocks::<8, { 8 * GROUP }>(old, new, take),
+        },
+    );
+}
+
+/// As [`scan`] for elements of `W` bytes, `G` bytes a group.
+///
+/// A branch for each changed element costs more than all else when changes are rare and scattered: the processor guesses
+/// wrong each time. So groups are compared without any, into masks, and a few indices of each mask are written whether
+/// they are there or not; only groups with more take a branch.
+#[inline(always)]
+fn scan_blocks<const W: usize, const G: usize>(old: &[u8], new: &[u8], mut take: impl FnMut(&[u64], u64, &[u8])) {
+    let mut found = [0u64; BLOCK + FEW];
     let mut base = 0;
-    for (old, new) in old_blocks.iter().zip(new_blocks) {
-        if old != new {
-            let words = old.as_chunks::<WORD>().0.iter().zip(new.as_chunks::<WORD>().0);
-            for (index, (old, new)) in words.enumerate() {
-                let difference = u64::from_le_bytes(*old) ^ u64::from_le_bytes(*new);
-                push_lanes::<W>(difference, base + (index * (WORD / W)) as u64, out);
-            }
+    for (old, new) in old.chunks(BLOCK * W).zip(new.chunks(BLOCK * W)) {
+        let mut count = 0;
+        let mut at = base;
+        let (old_groups, old_rest) = old.as_chunks::<G>();
+        let (new_groups, new_rest) = new.as_chunks::<G>();
+        for (old, new) in old_groups.iter().zip(new_groups) {
+            write_indices(differences::<W, G>(old, new), at, &mut found, &mut count);
+            at += GROUP as u64;
         }
-        base += (BLOCK / W) as u64;
-    }
-    let rest = old_rest.as_chunks::<W>().0.iter().zip(new_rest.as_chunks::<W>().0);
-    for (index, (old, new)) in rest.enumerate() {
-        if old != new {
-            out.push(base + index as u64);
+        let rest = old_rest.as_chunks::<W>().0.iter().zip(new_rest.as_chunks::<W>().0);
+        let mask = rest.enumerate().fold(0, |mask, (index, (old, new))| mask | (u64::from(old != new) << index));
+        write_indices(mask, at, &mut found, &mut count);
+        if count > 0 {
+            take(&found[..count], base, new);
         }
+        base += (new.len() / W) as u64;
     }
 }
 
-/// Appends the index of every element of a word that is not zero; element 0 is in the lowest bytes.
-fn push_lanes<const W: usize>(mut word: u64, base: u64, out: &mut Vec<u64>) {
-    let bits = 8 * W as u32;
-    let ones = u64::MAX >> (64 - bits);
-    while word != 0 {
-        let lane = word.trailing_zeros() / bits;
-        out.push(base + u64::from(lane));
-        word &= !(ones << (lane * bits));
+/// Writes the indices of a mask's set bits behind the `count` that are there.
+#[inline(always)]
+fn write_indices(mut mask: u64, base: u64, found: &mut [u64; BLOCK + FEW], count: &mut usize) {
+    let total = mask.count_ones() as usize;
+    let mut written = *count;
+    for slot in &mut found[written..written + FEW] {
+        // Past the last set bit this writes an index that the next group overwrites.
+        *slot = base + u64::from(mask.trailing_zeros());
+        mask &= mask.wrapping_sub(1);
+    }
+    *count += total;
+    written += FEW;
+    while mask != 0 {
+        found[written] = base + u64::from(mask.trailing_zeros());
+        mask &= mask - 1;
+        written += 1;
     }
 }
 

@@ -1,8 +1,8 @@
 //! Canonical names, bit comparison, payload format, baseline and application on raw memory.
 //!
 //! Everything here is pure: no I/O, no clock, no thread, no randomness, and no tensor library. Memory that
-//! belongs to others (parameters, scratch) is reached only by [`interceptor`], whose raw-memory module is the one
-//! place of the crate with `unsafe` code.
+//! belongs to others (parameters, scratch) is reached only by [`interceptor`], whose raw-memory module has the
+//! crate's `unsafe` code, but for what comparison asks of the processor.
 //!
 //! Names follow the paper: *canonical tensor*, *owner*, *item*, *payload*, *attempt*, *placeholder*,
 //! *active*, *native skip*.
@@ -22,6 +22,7 @@ pub mod dtype;
 pub mod fingerprint;
 mod geometry;
 pub mod interceptor;
+mod lanes;
 pub mod ownership;
 pub mod payload;
 pub mod projection;

@@ -334,8 +334,8 @@ fn wrong(meta: &TensorMeta, reason: impl ToString) -> NodeError {
     NodeError::Tensor { tensor: Box::new(meta.clone()), reason: reason.to_string() }
 }
 
-/// Compares a chunk on the pool; large tensors are divided, small ones are not.
-fn compare(pool: &ThreadPool, baseline: &Baseline, chunk: &[Offer<'_>]) -> Result<Vec<Changes>, NodeError> {
+/// Compares a chunk on the pool; large tensors are divided, small ones are not. The changes of each tensor, in order.
+pub fn compare(pool: &ThreadPool, baseline: &Baseline, chunk: &[Offer<'_>]) -> Result<Vec<Changes>, NodeError> {
     let mut stretches: Vec<(usize, Range<usize>)> = Vec::new();
     for (index, offer) in chunk.iter().enumerate() {
         baseline.check(&offer.meta, offer.bytes).map_err(|error| wrong(&offer.meta, error))?;

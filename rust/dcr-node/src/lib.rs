@@ -19,7 +19,7 @@ use dcr_protocol::Failure;
 use dcr_transport::TransportError;
 use thiserror::Error;
 
-pub use construct::{ConstructOptions, Construction, Offer, Sink, StreamOrder};
+pub use construct::{ConstructOptions, Construction, Offer, Sink, StreamOrder, compare};
 pub use coordinator::{CoordinatorNode, CoordinatorOptions};
 pub use gate::Gate;
 pub use owner::{OwnerNode, OwnerOptions, Prepared};
