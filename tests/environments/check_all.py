@@ -72,7 +72,7 @@ def all_parts() -> list[Part]:
         Part("ruff format", "lint", ["ruff", "format", "--check", "."]),
         Part("clippy", "lint", clippy),
         *rust_test_parts(),
-        pytest_part("Python, training", "python", "training", "training"),
+        pytest_part("Python, training", "python", "training", "training", "gpu"),
         pytest_part("Python, rollout", "python", "rollout", "vllm", "environments", "packaging"),
         pytest_part("end to end", "e2e", "rollout", "e2e"),
     ]

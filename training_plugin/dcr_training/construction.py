@@ -65,22 +65,23 @@ class Construction:
         ]
 
     def _tell_tasks(self) -> Failure | None:
-        if not getattr(self.source, "direct_projection", False):
-            return None
-        self.source.refresh()
-        failure, accounts = None, []
+        failure, accounts = None, None
         try:
-            self._tasks = self.source.tasks()
-            accounts = [told(task) for task in self._tasks]
+            if getattr(self.source, "direct_projection", False):
+                self.source.refresh()
+                self._tasks = self.source.tasks()
+                accounts = [told(task) for task in self._tasks]
         except Exception as error:
-            failure = failure_of(self.ranks.rank, error)
-        everybody = self.ranks.gather(accounts if failure is None else None)
-        if failure is not None or None in everybody:
+            failure = self._failed(error)
+        everybody = self.ranks.gather(accounts)
+        if failure is not None or all(each is None for each in everybody):
             return failure
+        if None in everybody:
+            return self._failure(f"training ranks {_without(everybody)} have no conversion tasks, others do")
         try:
             self.plan = Plan(everybody)
         except ValueError as error:
-            return failure_of(self.ranks.rank, error)
+            return self._failure(str(error))
         self.plan.dependencies_known = self.source.dependencies_known
         return None
 
@@ -218,7 +219,9 @@ class Construction:
             wanted = self._owns_baseline
         if failure is not None:
             self.owner.fail(failure.reason)
-        failure = self._walk_canonical(selected, wanted, self._offer_canonical, first=self._offer_shards, failure=failure)
+        failure = self._walk_canonical(
+            selected, wanted, self._offer_canonical, first=self._offer_shards, failure=failure
+        )
         if failure is not None:
             return failure
 
@@ -436,6 +439,10 @@ def _difference(task: ConversionTask, name: str, tensor: torch.Tensor) -> str | 
     except ValueError as error:
         return str(error)
     return None if at is None else f"the conversion to `{name}` changes bits, at element {at}"
+
+
+def _without(everybody: list) -> list[int]:
+    return [rank for rank, each in enumerate(everybody) if each is None]
 
 
 def _nbytes(shape: tuple[int, ...], dtype: str) -> int:

@@ -9,7 +9,6 @@ import torch
 from dcr_training import native
 from dcr_training.errors import RefitError
 
-
 Header = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], torch.dtype]
 """Name, canonical shape, offset, extent and dtype of a part."""
 
