@@ -152,6 +152,8 @@ class Construction:
                 self.plan.dependencies_known = False
             else:
                 self.plan.produced(index, name)
+        if self.plan.unexplained(self.catalog):
+            self.plan.dependencies_known = False
         self.plan.demote(self.plan.wrong_shapes(self.catalog))
         for differences in self.ranks.gather(self._differences):
             self.plan.demote(differences)

@@ -101,9 +101,14 @@ class Plan:
             self.names[index].add(name)
             self.demote({index: f"its conversion also gives `{name}`"})
 
+    def unexplained(self, catalog: Iterable[str]) -> bool:
+        """Whether there are canonical tensors of which no task is known to convert to them."""
+        known = set().union(*self.names)
+        return any(name not in known for name in catalog)
+
     def is_residual(self, name: str) -> bool:
-        """Whether a canonical tensor is of the residual baseline."""
-        return name in self._residual_names
+        """Whether a canonical tensor is of the residual baseline: no affine task converts to it."""
+        return name not in self._affine_names
 
     def select(self, flags: Sequence[bool]) -> set[int]:
         """The tasks to convert when the flagged ones have changed: all that share a canonical tensor with them."""
@@ -127,7 +132,7 @@ class Plan:
     def selected_names(self, selected: Iterable[int], catalog: Mapping[str, Meta]) -> set[str]:
         """The required tensor set: the canonical tensors that the selected tasks convert to."""
         if not self.dependencies_known:
-            return set(self._residual_names) if selected else set()
+            return {name for name in catalog if self.is_residual(name)} if selected else set()
         return {name for index in selected for name in self.names[index] if name in catalog}
 
     def assign(self, catalog: Mapping[str, Meta], sizes: Mapping[str, int], ranks: int) -> None:
@@ -222,7 +227,8 @@ class Plan:
                     changed = True
                     for index in missing:
                         self.residual[index] = "its source tensor also feeds a residual conversion"
-        self._residual_names = {name for index in self.residual for name in self.names[index]}
+        affine = (names for index, names in enumerate(self.names) if index not in self.residual)
+        self._affine_names = {name for names in affine for name in names}
 
 
 def _disjoint(blocks: Mapping[tuple, tuple]) -> bool:
