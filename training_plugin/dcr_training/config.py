@@ -34,6 +34,8 @@ class RefitConfig:
     """For a whole refit."""
     source_grace_s: float = 30.0
     """Once another rank's source has failed, how long this rank's may still take for one tensor."""
+    direct_projection: bool = True
+    """Compare local shards of affine conversion tasks in place; without, a Megatron model is converted in full."""
     chunk_bytes: int = 256 << 20
     """Whole tensors are compared in chunks of this many bytes; 64 MiB suits object storage."""
     bucket_bytes: int = 512 << 20

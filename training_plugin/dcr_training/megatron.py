@@ -50,7 +50,9 @@ class RefitCallback(Callback):
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Take the baseline and connect."""
-        self._client = RefitClient(MegatronBridgeSource(self._bridge, context.model), self.config)
+        direct = self.config.direct_projection
+        source = MegatronBridgeSource(self._bridge, context.model, direct_projection=direct)
+        self._client = RefitClient(source, self.config)
         self._client.initialize()
         if self._at_start:
             self._refit(context)

@@ -427,8 +427,14 @@ impl Receiver {
         }
         match result {
             Ok(()) => self.advance(out),
-            Err(reason) => self.fail(reason, out),
+            Err(reason) => self.distrust(reason, out),
         }
+    }
+
+    /// The loader did otherwise than prewarm had found (storage may have moved): the next attempt begins with a prewarm.
+    fn distrust(&mut self, reason: String, out: &mut Vec<ReceiverAction>) {
+        self.classes = None;
+        self.fail(reason, out);
     }
 
     fn finished(&mut self, result: Result<f64, String>, out: &mut Vec<ReceiverAction>) {
@@ -446,7 +452,7 @@ impl Receiver {
                 let message = Message::Flushed { attempt: current.id, work: current.work };
                 out.push(ReceiverAction::ToCoordinator(message));
             }
-            Err(reason) => self.fail(reason, out),
+            Err(reason) => self.distrust(reason, out),
         }
     }
 
@@ -536,6 +542,27 @@ mod tests {
         let stopped = Message::Stopped { attempt: ATTEMPT, wrote: true };
         assert_eq!(receiver.handle(applied), [ReceiverAction::ToCoordinator(stopped)]);
         assert_eq!(receiver.held(), None);
+    }
+
+    #[test]
+    fn a_failed_application_is_followed_by_a_new_prewarm() {
+        let mut receiver = prepared();
+        arrive(&mut receiver, 0, 7);
+        receiver.handle(ReceiverEvent::Message(Message::OpenApply { attempt: ATTEMPT }));
+        let reason = "resident tensor `w` has other storage".to_owned();
+        receiver.handle(ReceiverEvent::Applied { work: ReceiverWork::default(), result: Err(reason) });
+        let prepare = |catalog| Message::PrepareReceiver {
+            attempt: AttemptId([3; 16]),
+            version: 1,
+            base: None,
+            mode: Mode::Dense,
+            application: Application::Synchronous,
+            owners: 1,
+            catalog_digest: BaselineId([2; 16]),
+            catalog,
+        };
+        let actions = receiver.handle(ReceiverEvent::Message(prepare(None)));
+        assert!(actions.iter().any(|action| matches!(action, ReceiverAction::Prewarm(_))), "{actions:?}");
     }
 
     #[test]
