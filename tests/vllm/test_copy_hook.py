@@ -39,6 +39,8 @@ class Bench:
         self.scratch = torch.zeros(self.old.numel() * 2, dtype=torch.uint8)
         self.view = self.scratch.view(BF16).view(shape)
         self.interceptor = _native.Interceptor()
+        # Kept alive: memory that torch gave to another tensor meanwhile would still count as resident.
+        self.resident = resident
         ranges = [(t.data_ptr(), t.untyped_storage().nbytes(), f"resident{i}") for i, t in enumerate(resident)]
         self.interceptor.set_resident(ranges)
         self.interceptor.set_scratch(self.scratch.data_ptr(), self.scratch.numel())
