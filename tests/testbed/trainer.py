@@ -29,12 +29,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from testbed.processes import dies_with_parent
+
 RANK = "RANK"
 """Set in the ranks, not in the program that watches over them."""
 BATCH, SEQUENCE = 4, 64
 IDLE_S = 6 * 3600.0
 """How long ranks wait for each other, that is, for the next command."""
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+PR_SET_NAME = 15
 
 
 def main() -> int:
@@ -87,6 +89,8 @@ def watch(ranks: int, answers: int) -> int:
             env={**environment, RANK: str(rank)},
             stdin=None if first else subprocess.DEVNULL,
             pass_fds=[answers] if first else [],
+            # Also when this process is killed, nothing is left behind.
+            preexec_fn=dies_with_parent(),  # noqa: PLW1509
         )
         processes.append(process)
     while True:
@@ -125,10 +129,7 @@ def _free_port() -> int:
 def run_rank(arguments: argparse.Namespace) -> int:
     """One training rank: rank 0 reads the commands and answers them, all ranks carry them out."""
     rank = int(os.environ[RANK])
-    # Also when the watching process is killed, nothing is left behind.
-    libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    libc.prctl(PR_SET_NAME, b"dcr-rank-%d" % rank)
+    ctypes.CDLL(None).prctl(PR_SET_NAME, b"dcr-rank-%d" % rank)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the watching process decides
     answers = os.fdopen(arguments.answers, "w", closefd=False) if rank == 0 else None
 

@@ -2,6 +2,9 @@
 
 Modes are the paper's (section 8.3): X projects and sends XOR where it can, P projects and sends overwrites only,
 F converts every tensor in full and sends overwrites only. Nothing is sent anywhere: payloads are built and dropped.
+
+`seconds` are those of the slowest rank; `convert_s`, `compare_s`, `encode_s` and `blocked_s` are sums over the ranks,
+as bytes and counts are, and stages run beside each other: they do not add up to `seconds`.
 """
 
 import argparse
@@ -24,6 +27,8 @@ MODES = {
     "P": ("direct projection, overwrites only", "overwrite"),
     "F": ("full conversion, overwrites only", "overwrite"),
 }
+
+NOTE = "seconds: of the slowest rank; convert_s, compare_s, encode_s, blocked_s: sums over the ranks"
 
 
 def main() -> int:
@@ -80,6 +85,7 @@ def summary(seen: dict[str, list[dict[str, Any]]], rounds: int) -> dict[str, Any
     return {
         "ranks": dist.get_world_size() if dist.is_initialized() else 1,
         "rounds": rounds,
+        "note": NOTE,
         "checkpoint_bytes": modes[0]["bytes"],
         "changed_share": modes[0]["changed"] / modes[0]["elements"],
         "full_over_projected": seconds["F"] / seconds["P"],

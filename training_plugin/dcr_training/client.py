@@ -9,12 +9,14 @@ from typing import Any
 
 from dcr_training import native
 from dcr_training.config import RefitConfig
-from dcr_training.construction import SLICE_S, Construction
+from dcr_training.construction import Construction
 from dcr_training.errors import RefitError
 from dcr_training.plan import Plan
 from dcr_training.ranks import Failure, Ranks, attempt, first_of, out_of_step, told
 from dcr_training.report import RefitReport
 from dcr_training.sources import WeightSource
+from dcr_training.threads import share_of_cores
+from dcr_training.walk import SLICE_S
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +48,14 @@ class RefitClient:
         self._owner: Any = None
         self._coordinator: Any = None
         self._construction: Construction | None = None
+        self._connected = False
 
     def initialize(self) -> None:
         """Take the model's present tensors as the source baseline, and connect to the relay."""
         self.take_baseline()
         try:
             self._settle(self._attempt(self._connect))
+            self._connected = True
         except BaseException:
             self.close()
             raise
@@ -63,9 +67,10 @@ class RefitClient:
         source = self.source
         # Ranks meet only at the end of a stage, and the slowest stage is a refit.
         self._ranks = Ranks(source.rank, source.world_size, self.config.timeout_s + 2 * STOP_PATIENCE_S)
-        logger.info("refit client on rank %d of %d: %s", source.rank, source.world_size, source.metadata())
         try:
-            self._settle(self._attempt(self._make_owner))
+            fair = share_of_cores(self._ranks)  # a collective, whatever each rank's configuration says
+            threads = self.config.threads or fair
+            self._settle(self._attempt(self._make_owner, threads))
             self._construction = Construction(source, self.config, self._ranks, self._owner)
             for stage in self._construction.baseline_stages():
                 self._settle(stage())
@@ -86,9 +91,10 @@ class RefitClient:
         self._settle(self._attempt(self._owner.rehearse, mode, keep))
         failure = self._construction.stream(mode)
         seconds = time.monotonic() - began
-        if failure is None and commit:
-            failure = self._attempt(self._owner.commit_rehearsed)
         self._settle(failure)
+        if commit:
+            # After all ranks' streams have ended well: none is a step ahead of the others.
+            self._settle(self._attempt(self._owner.commit_rehearsed))
         everybody = self._ranks.gather({**self._construction.totals, "seconds": seconds})
         summed = {name: sum(each[name] for each in everybody) for name in everybody[0]}
         return {**summed, "seconds": max(each["seconds"] for each in everybody)}
@@ -121,6 +127,8 @@ class RefitClient:
         """
         if self._owner is None:
             raise RefitError("the refit client is not initialized, or closed: call initialize() on every rank")
+        if not self._connected:
+            raise RefitError("the refit client has a baseline but no relay: call initialize(), not take_baseline()")
         try:
             return self._refit(mode)
         except RefitError as error:
@@ -138,6 +146,7 @@ class RefitClient:
         """Close this rank's connections."""
         owner, coordinator, ranks = self._owner, self._coordinator, self._ranks
         self._owner = self._coordinator = self._ranks = self._construction = None
+        self._connected = False
         for part in (coordinator, owner, ranks):
             if part is not None:
                 part.close()
@@ -151,10 +160,12 @@ class RefitClient:
 
     # The stages of `initialize`.
 
-    def _make_owner(self) -> None:
-        names = ("chunk_bytes", "bucket_bytes", "window_bytes", "bucket_queue", "threads", "baseline_folder")
+    def _make_owner(self, threads: int) -> None:
+        rank, size = self._ranks.rank, self._ranks.size
+        logger.info("refit client on rank %d of %d, %d threads: %s", rank, size, threads, self.source.metadata())
+        names = ("chunk_bytes", "bucket_bytes", "window_bytes", "bucket_queue", "baseline_folder")
         options = {name: getattr(self.config, name) for name in names}
-        self._owner = native.load().Owner(self._ranks.rank, self._ranks.size, **options)
+        self._owner = native.load().Owner(rank, size, threads=threads, **options)
 
     def _log_plan(self) -> None:
         plan = self._construction.plan

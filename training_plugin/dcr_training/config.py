@@ -43,7 +43,8 @@ class RefitConfig:
     bucket_queue: int = 2
     """Closed buckets that may wait to be encoded and sent."""
     threads: int = 0
-    """Threads that compare and encode on each training rank; 0 takes one for each core."""
+    """Threads that compare and encode on each training rank; 0 divides the cores that a rank may use by the ranks on
+    its host (`LOCAL_WORLD_SIZE`, else those with its host name), at least 1."""
     baseline_folder: str | None = None
     """A folder for the source baseline's memory, in files without a name; None keeps it in host memory."""
     check_replicas: bool = False

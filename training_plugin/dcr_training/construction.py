@@ -5,7 +5,6 @@ still takes part in the collectives that others wait in.
 """
 
 import hashlib
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,17 +12,14 @@ import torch
 
 from dcr_training import native
 from dcr_training.config import RefitConfig
+from dcr_training.errors import RefitError
 from dcr_training.parts import Part, assemble, described
-from dcr_training.plan import Meta, Plan, told
-from dcr_training.prefetch import Chunk, End, Prefetch
-from dcr_training.ranks import Failure, Ranks, attempt, failure_of
+from dcr_training.plan import Meta, Plan, Told, told
+from dcr_training.prefetch import Chunk
+from dcr_training.ranks import Failure, Ranks, attempt, failure_of, first_of
 from dcr_training.sources import WeightSource
 from dcr_training.tasks import ADAPTER, ConversionTask
-
-SLICE_S = 0.25
-"""Waits are cut into slices, so that Ctrl-C and other ranks' news get through."""
-
-Consume = Callable[[Chunk], Failure | None]
+from dcr_training.walk import Consume, Walks
 
 
 class Construction:
@@ -44,11 +40,10 @@ class Construction:
         """Canonical tensors of the whole model: shape and dtype."""
         self.totals: dict[str, Any] = {}
         """What the last stream of this rank held, and the seconds of its stages."""
-        self._convert_s = 0.0
+        self._walks = Walks(ranks, config, owner.fail)
         self._tasks: list[ConversionTask | None] = []
         self._canonical_owner: dict[str, int] = {}
         self._order: list[tuple[str, Meta]] = []
-        self._walks = 0
 
     # The baseline. Each stage is called on all ranks, which agree on failures after it.
 
@@ -65,24 +60,31 @@ class Construction:
         ]
 
     def _tell_tasks(self) -> Failure | None:
-        failure, accounts = None, None
-        try:
+        accounts: list[Told | None] | None = None
+        known = True
+
+        def tell() -> None:
+            nonlocal accounts, known
             if getattr(self.source, "direct_projection", False):
                 self.source.refresh()
                 self._tasks = self.source.tasks()
-                accounts = [told(task) for task in self._tasks]
-        except Exception as error:
-            failure = self._failed(error)
-        everybody = self.ranks.gather(accounts)
-        if failure is not None or all(each is None for each in everybody):
+                known = bool(self.source.dependencies_known)
+                accounts = [_told(task) for task in self._tasks]
+
+        failure = self._agreed(self._attempt(tell))
+        if failure is not None:
             return failure
+        everybody = self.ranks.gather(accounts)
+        known_to_all = all(self.ranks.gather(known))
+        if all(each is None for each in everybody):
+            return None
         if None in everybody:
             return self._failure(f"training ranks {_without(everybody)} have no conversion tasks, others do")
         try:
             self.plan = Plan(everybody)
         except ValueError as error:
             return self._failure(str(error))
-        self.plan.dependencies_known = self.source.dependencies_known
+        self.plan.dependencies_known = known_to_all
         return None
 
     def _walk_catalog(self) -> Failure | None:
@@ -90,6 +92,7 @@ class Construction:
         self._produced: list[tuple[int | None, str]] = []
         self._differences: dict[int, str] = {}
         by_name: dict[str, list[tuple[int, ConversionTask]]] = {}
+        odd: dict[str, str] = {}  # told once the source has ended: other ranks wait in its collectives
         if self.plan is not None:
             for index, task in enumerate(self._tasks):
                 if task is not None and task.projection is not None and index not in self.plan.residual:
@@ -101,7 +104,7 @@ class Construction:
                 if isinstance(item, Part):
                     name, meta = item.name, (tuple(item.shape), str(item.tensor.dtype))
                     if self.catalog.setdefault(name, meta) != meta:
-                        raise ValueError(f"tensor `{name}`: its parts belong to {self.catalog[name]} and to {meta}")
+                        odd.setdefault(name, f"tensor `{name}`: its parts belong to {self.catalog[name]} and to {meta}")
                     self._whole = False
                 else:
                     name, tensor = item[-2:]
@@ -110,18 +113,26 @@ class Construction:
                         self._produced.append((item[0], name))
                 yield item
 
+        def compare(index: int, task: ConversionTask, name: str, tensor: torch.Tensor) -> None:
+            reason = _difference(task, name, tensor)
+            if reason:
+                self._differences.setdefault(index, reason)
+
         def prove(chunk: Chunk) -> Failure | None:
             # The index map was derived from metadata: the Bridge's own conversion of the same shards must agree.
             for name, tensor in chunk.tensors:
                 for index, task in by_name[name]:
-                    reason = _difference(task, name, tensor)
-                    if reason:
-                        self._differences.setdefault(index, reason)
+                    failure = self._attempt(compare, index, task, name, tensor, tensor=task.name)
+                    if failure is not None:
+                        return failure
             return None
 
         self._whole = True
-        source = self.source if self.plan is None else self.source.convert(None)
-        return self._walk(learn(source), by_name.__contains__, prove)
+        failure = self._walks.together(lambda: learn(self._source(None)), by_name.__contains__, prove)
+        if failure is None and odd:
+            name, reason = next(iter(odd.items()))
+            failure = self._failure(reason, tensor=name)
+        return failure
 
     def _agree_on_catalog(self) -> Failure | None:
         """A tensor that only some ranks yield could be missed by its owner, and would be in no refit."""
@@ -173,14 +184,22 @@ class Construction:
 
     def _track(self) -> Failure | None:
         """Take the local shards of affine tasks, and the fingerprints of residual ones, as committed."""
-        for name, task, residual in self._owned_tasks():
-            host = task.read().detach().cpu().contiguous()
-            call = self.owner.track_flag if residual else self.owner.track
-            more = () if residual else ("shard", task.projection)
-            failure = self._attempt(call, described(name, host), *more, tensor=name)
-            if failure is not None:
-                return failure
-        return None
+        return self._alone(self._track_owned)
+
+    def _track_owned(self) -> Failure | None:
+        owned = {name: (task, residual) for name, task, residual in self._owned_tasks()}
+
+        def track(chunk: Chunk) -> Failure | None:
+            for name, host in chunk.tensors:
+                task, residual = owned[name]
+                call = self.owner.track_flag if residual else self.owner.track
+                more = () if residual else ("shard", task.projection)
+                failure = self._attempt(call, described(name, host), *more, tensor=name)
+                if failure is not None:
+                    return failure
+            return None
+
+        return self._walks.alone(((name, task.read) for name, (task, _) in owned.items()), track)
 
     def _walk_residual(self) -> Failure | None:
         """Take the residual tensors, or all of a source without tasks, as committed."""
@@ -200,65 +219,65 @@ class Construction:
 
     def stream(self, mode: str) -> Failure | None:
         """Compare everything with the baseline and stream what changed, in an attempt that is prepared."""
-        self._convert_s, self.totals = 0.0, {}
+        self._walks.waited_s, self.totals = 0.0, {}
         refresh = getattr(self.source, "refresh", None)
         failure = None if refresh is None else self._attempt(refresh)
         if self.config.check_replicas:
             differ = self.check_replicas()
             failure = failure or differ
+        flags: list[bool] = []
+        if self.plan is not None:
+            flags = [False] * self.plan.count
+            failure = failure or self._alone(lambda: self._flag(flags))
+        failure = self._agreed(failure)
+        if failure is not None:
+            # No rank converts: a source that has failed on one would wait for it on the others.
+            self.owner.fail(failure.reason)
+            return failure
         selected, required = None, []
         if self.plan is not None:
-            flags, failed = self._flags()
-            failure = failure or failed
-            flagged = self.ranks.any(flags)
-            selected = set(self.plan.residual) if mode == "dense" else self.plan.select(flagged)
+            selected = self.plan.select(self.ranks.any(flags))
             names = self.plan.selected_names(selected, self.catalog)
             required = [name for name in names if self._owns_baseline(name)]
+        wanted = self._owns_baseline
         if mode == "dense":
             required = [name for name in self.catalog if self._owns_canonical(name)]
             selected, wanted = None, self._owns_canonical
-        else:
-            wanted = self._owns_baseline
-        if failure is not None:
-            self.owner.fail(failure.reason)
-        failure = self._walk_canonical(
-            selected, wanted, self._offer_canonical, first=self._offer_shards, failure=failure
-        )
+        failure = self._walk_canonical(selected, wanted, self._offer_canonical, first=self._offer_shards)
         if failure is not None:
             return failure
 
         def end() -> None:
-            self.totals = {**self.owner.end_stream(required), "convert_s": self._convert_s}
+            self.totals = {**self.owner.end_stream(required), "convert_s": self._walks.waited_s}
 
         return self._attempt(end)
 
-    def _flags(self) -> tuple[list[bool], Failure | None]:
-        """This rank's change flags, by task index: whether a residual task's shard that it looks at has changed."""
+    def _flag(self, flags: list[bool]) -> Failure | None:
+        """Set this rank's change flags, by task index: whether a residual shard that it looks at has changed."""
         plan = self.plan
-        flags = [False] * plan.count
-        owned = [(name, task) for name, task, residual in self._owned_tasks() if residual]
-        tensors = [(name, task.read().detach().cpu().contiguous()) for name, task in owned]
-        changed: list[bool] = []
-
-        def look() -> None:
-            changed.extend(self.owner.flags([described(name, tensor) for name, tensor in tensors]))
-
-        failure = self._attempt(look, otherwise="follows")
+        owned = {name: task for name, task, residual in self._owned_tasks() if residual}
         indices = {id(task): index for index, task in enumerate(self._tasks)}
-        for (_, task), flag in zip(owned, changed, strict=False):
-            index = indices.get(id(task))
-            if index is not None:
-                flags[index] = flag
-            elif flag:
-                flags = [each or plan.residual.get(at) == ADAPTER for at, each in enumerate(flags)]
-        return flags, failure
+
+        def look(chunk: Chunk) -> None:
+            found = self.owner.flags([described(name, tensor) for name, tensor in chunk.tensors])
+            for (name, _), changed in zip(chunk.tensors, found, strict=True):
+                index = indices.get(id(owned[name]))
+                if index is not None:
+                    flags[index] = changed
+                elif changed:
+                    flags[:] = [each or plan.residual.get(at) == ADAPTER for at, each in enumerate(flags)]
+
+        def consume(chunk: Chunk) -> Failure | None:
+            return self._attempt(look, chunk, otherwise="follows")
+
+        return self._walks.alone(((name, task.read) for name, task in owned.items()), consume)
 
     def _offer_shards(self) -> Failure | None:
         """Compare the owned shards of affine tasks in place."""
         if self.plan is None:
             return None
-        shards = ((name, task.read()) for name, task, residual in self._owned_tasks() if not residual)
-        return self._consume(Prefetch(shards, lambda _: True, self.config.chunk_bytes), self._offer, None)
+        shards = [(name, task.read) for name, task, residual in self._owned_tasks() if not residual]
+        return self._walks.alone(shards, self._offer)
 
     def _offer(self, chunk: Chunk) -> Failure | None:
         """Compare tensors of the baseline."""
@@ -275,23 +294,20 @@ class Construction:
     def check_replicas(self) -> Failure | None:
         """Compare fingerprints of all copies of each shard, or of each canonical tensor of a source without tasks."""
         mine: dict[str, bytes] = {}
+        held = {task.name: task for task in self._tasks if task is not None and task.read is not None}
 
-        def look(names: list[str], tensors: list[tuple[str, torch.Tensor]]) -> None:
+        def look(tensors: list[tuple[str, torch.Tensor]]) -> None:
             found = native.load().fingerprints([described(name, tensor) for name, tensor in tensors])
-            mine.update(zip(names, found, strict=True))
+            shards = [held[name].shard if name in held else name for name, _ in tensors]
+            mine.update(zip(shards, found, strict=True))
 
         def look_at_chunk(chunk: Chunk) -> Failure | None:
-            return self._attempt(look, [name for name, _ in chunk.tensors], chunk.tensors)
-
-        def look_at_shards() -> None:
-            for task in self._tasks:
-                if task is not None and task.read is not None:
-                    look([task.shard], [(task.name, task.read().detach().cpu().contiguous())])
+            return self._attempt(look, chunk.tensors)
 
         if self.plan is None:
-            failure = self._walk(self.source, lambda _: True, look_at_chunk)
+            failure = self._walks.together(lambda: self.source, lambda _: True, look_at_chunk)
         else:
-            failure = self._attempt(look_at_shards)
+            failure = self._walks.alone([(name, task.read) for name, task in held.items()], look_at_chunk)
         everybody = self.ranks.gather(mine)
         return failure or self._disagreement(everybody)
 
@@ -315,84 +331,38 @@ class Construction:
         wanted: Callable[[str], bool],
         consume: Consume,
         first: Callable[[], Failure | None] | None = None,
-        failure: Failure | None = None,
     ) -> Failure | None:
         """Walk the canonical tensors of these tasks (None: all), and assemble those that come in parts.
 
         `first` is done beside the beginning of the conversion.
         """
-        source = self.source if self.plan is None else self.source.convert(selected)
         parts: list[Part] = []
 
         def collect(chunk: Chunk) -> Failure | None:
             parts.extend(part.with_tensor(part.tensor.clone()) for part in chunk.parts)
             return consume(chunk)
 
-        failure = self._walk(source, wanted, collect, first, failure)
+        failure = self._walks.together(lambda: self._source(selected), wanted, collect, first=first)
         if self.plan is not None or not any(self.ranks.gather(bool(parts))):
             return failure
         unknown = next((part.name for part in parts if part.name not in self._canonical_owner), None)
-        if any(self.ranks.gather(unknown is not None)):
-            return failure or (unknown and self._failure(f"tensor `{unknown}` was not there before", tensor=unknown))
+        if failure is None and unknown:
+            failure = self._failure(f"tensor `{unknown}` was not there before", tensor=unknown)
+        # A rank that has failed has not collected all of its parts.
+        failure = self._agreed(failure)
+        if failure is not None:
+            return failure
         try:
             tensors = assemble(parts, self._canonical_owner, self.ranks)
         except Exception as error:
-            return failure or self._failed(error)
-        return failure or consume(Chunk(tensors=[pair for pair in tensors if wanted(pair[0])]))
+            if getattr(error, "fatal", False):
+                raise
+            return self._failed(error)
+        return self._alone(lambda: consume(Chunk(tensors=[pair for pair in tensors if wanted(pair[0])])))
 
-    def _walk(
-        self,
-        source: Iterable[Any],
-        wanted: Callable[[str], bool],
-        consume: Consume,
-        first: Callable[[], Failure | None] | None = None,
-        failure: Failure | None = None,
-    ) -> Failure | None:
-        """Iterate a source to its end, on this rank as on all others, even when `consume` has failed."""
-        self._walks += 1
-        stream = Prefetch(source, wanted, self.config.chunk_bytes)
-        if first is not None and failure is None:
-            failure = first()
-        return self._consume(stream, consume, f"walk-{self._walks}", failure)
-
-    def _consume(
-        self, stream: Prefetch, consume: Consume, topic: str | None, failure: Failure | None = None
-    ) -> Failure | None:
-        """Take all chunks of a source; with a topic, ranks walk together and hear of each other's failures."""
-        count, give_up_at = 0, None
-        began = time.monotonic()
-        try:
-            while True:
-                item = stream.next(SLICE_S)
-                if item is None:
-                    news = self.ranks.heard(topic) if topic and give_up_at is None else None
-                    if news:
-                        give_up_at = time.monotonic() + self.config.source_grace_s
-                    if give_up_at is not None and time.monotonic() > give_up_at:
-                        return failure or self._failure("its source hangs", kind="abandoned", count=count)
-                    continue
-                self._convert_s += time.monotonic() - began if topic else 0.0
-                if give_up_at is not None:
-                    give_up_at = time.monotonic() + self.config.source_grace_s
-                if isinstance(item, End):
-                    return failure if item.error is None else self._source_failed(item, topic)
-                count = item.count
-                if failure is None:
-                    failure = consume(item)
-                    if failure is not None:
-                        self.owner.fail(failure.reason)
-                began = time.monotonic()
-        finally:
-            stream.drop()
-
-    def _source_failed(self, end: End, topic: str | None) -> Failure:
-        failed = failure_of(self.ranks.rank, end.error)
-        reason = f"the weight source failed after {end.count} tensors: {failed.reason}"
-        ended = self._failure(reason, kind="source" if topic else "own", count=end.count, tensor=failed.tensor)
-        if topic:
-            self.ranks.announce(topic, f"training rank {ended.rank}: {reason}")
-        self.owner.fail(reason)
-        return ended
+    def _source(self, selected: set[int] | None) -> Iterable[Any]:
+        """The canonical tensors of these tasks (None: of all, or of a source without tasks)."""
+        return self.source if self.plan is None else self.source.convert(selected)
 
     # What this rank owns.
 
@@ -423,6 +393,21 @@ class Construction:
 
     # Failures.
 
+    def _agreed(self, mine: Failure | None) -> Failure | None:
+        """All ranks' agreement on a step that may have failed on some: None where it has on none of them."""
+        failures = self.ranks.failures(mine)
+        if mine is not None or not failures:
+            return mine
+        first = first_of(failures)
+        return self._failure(f"training rank {first.rank}: {first.reason}", kind="follows")
+
+    def _alone(self, work: Callable[[], Failure | None]) -> Failure | None:
+        """Work without collectives; what it raises is this rank's failure."""
+        try:
+            return work()
+        except Exception as error:
+            return self._failed(error)
+
     def _attempt(self, call: Callable[..., Any], *arguments: Any, **about: str | None) -> Failure | None:
         return attempt(self.ranks.rank, call, *arguments, **about)
 
@@ -431,6 +416,15 @@ class Construction:
 
     def _failure(self, reason: str, **more: Any) -> Failure:
         return Failure(self.ranks.rank, reason, **more)
+
+
+def _told(task: ConversionTask | None) -> Told | None:
+    """This rank's account of a task; an error names it."""
+    try:
+        return told(task)
+    except Exception as error:
+        reason = f"tensor `{task.name}`: its shard can't be read: {type(error).__name__}: {error}"
+        raise RefitError(reason, tensor=task.name) from error
 
 
 def _difference(task: ConversionTask, name: str, tensor: torch.Tensor) -> str | None:

@@ -3,7 +3,7 @@
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,11 @@ class Chunk:
     count: int = 0
     """Tensors that the source had yielded by the end of this chunk, wanted or not."""
 
+    @property
+    def names(self) -> list[str]:
+        """Of all its tensors and parts."""
+        return [name for name, _ in self.tensors] + [part.name for part in self.parts]
+
 
 @dataclass
 class End:
@@ -30,6 +35,10 @@ class End:
 
     error: BaseException | None = None
     count: int = 0
+    tensor: str | None = None
+    """The tensor that could not be taken, if it was one."""
+    complete: bool = False
+    """Whether the source was iterated to its end, also where a tensor of it could not be taken."""
 
 
 class Prefetch:
@@ -72,34 +81,48 @@ class Prefetch:
         try:
             on_stream = torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
             with torch.no_grad(), on_stream:
-                for chunk in self._chunks(end):
-                    self._put(chunk)
+                self._iterate(end)
         except BaseException as caught:  # the caller raises it, on every rank
-            end.error = caught
+            end.error, end.complete = caught, False
         self._put(end)
 
-    def _chunks(self, end: End) -> Iterator[Chunk]:
+    def _iterate(self, end: End) -> None:
+        """Other ranks wait for this one in the source's collectives: a tensor that can't be taken ends nothing."""
         staging, chunk = Staging(self._chunk_bytes), Chunk()
         for item in self._source:
             end.count += 1
-            if self._unwanted.is_set():
+            if self._unwanted.is_set() or end.error is not None:
                 continue
-            part = item if isinstance(item, Part) else None
-            name, tensor = (part.name, part.tensor) if part else item[-2:]
-            if not part and not self._wanted(name):
-                continue
-            nbytes = tensor.numel() * tensor.element_size()
-            if chunk.nbytes and chunk.nbytes + nbytes > self._chunk_bytes:
-                yield self._close(chunk, end, staging)
-                chunk = Chunk()
-            host = staging.copy(tensor)
-            if part:
-                chunk.parts.append(part.with_tensor(host))
-            else:
-                chunk.tensors.append((name, host))
-            chunk.nbytes += nbytes
-        if chunk.nbytes or chunk.tensors or chunk.parts:
-            yield self._close(chunk, end, staging)
+            try:
+                chunk = self._add(item, chunk, end, staging)
+            except Exception as error:
+                end.error = error
+        end.complete = True
+        if end.error is None and chunk.names:
+            try:
+                self._put(self._close(chunk, end, staging))
+            except Exception as error:
+                end.error = error
+
+    def _add(self, item: Any, chunk: Chunk, end: End, staging: Staging) -> Chunk:
+        """Copy what was yielded into the chunk, or into the next one when this one is full."""
+        part = item if isinstance(item, Part) else None
+        name, tensor = (part.name, part.tensor) if part else item[-2:]
+        if not part and not self._wanted(name):
+            return chunk
+        end.tensor = name
+        nbytes = tensor.numel() * tensor.element_size()
+        if chunk.nbytes and chunk.nbytes + nbytes > self._chunk_bytes:
+            self._put(self._close(chunk, end, staging))
+            chunk = Chunk()
+        host = staging.copy(tensor)
+        if part:
+            chunk.parts.append(part.with_tensor(host))
+        else:
+            chunk.tensors.append((name, host))
+        chunk.nbytes += nbytes
+        end.tensor = None
+        return chunk
 
     def _close(self, chunk: Chunk, end: End, staging: Staging) -> Chunk:
         staging.finish()

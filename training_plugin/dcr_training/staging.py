@@ -19,20 +19,22 @@ class Staging:
         self._buffers: list[torch.Tensor | None] = [None] * BUFFERS
         self._at = 0
         self._used = 0
-        self._device: torch.device | None = None
+        self._devices: set[torch.device] = set()
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor's bits in contiguous host memory."""
         tensor = tensor.detach()
         if tensor.device.type == "cpu":
             return tensor.contiguous()
-        self._device = tensor.device
+        self._devices.add(tensor.device)
         return self._stage(tensor)
 
     def finish(self) -> None:
         """The end of a chunk: its copies are complete, and the next chunk's go elsewhere."""
-        if self._device is not None and self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        for device in self._devices:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+        self._devices.clear()
         self._at, self._used = (self._at + 1) % BUFFERS, 0
 
     def _stage(self, tensor: torch.Tensor) -> torch.Tensor:
