@@ -82,3 +82,23 @@ def test_not_a_report(text):
 def test_reports_and_configurations_do_not_need_torch():
     program = "import dcr_training.report, dcr_training.config, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("receivers", "2"),
+        ("receivers", True),
+        ("chunk_bytes", 1.5),
+        ("threads", None),
+        ("window_bytes", 0),
+        ("window_bytes", "1"),
+        ("timeout_s", float("nan")),
+        ("timeout_s", float("inf")),
+        ("source_grace_s", None),
+        ("connect_timeout_s", "60"),
+    ],
+)
+def test_values_of_a_wrong_kind_are_named(name, value):
+    with pytest.raises(ValueError, match=f"`{name}` is {value!r}"):
+        RefitConfig.from_mapping({"record": "r", name: value})

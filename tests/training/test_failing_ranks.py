@@ -166,3 +166,15 @@ def test_tensors_that_cannot_be_taken_leave_ranks_in_step(team):
     assert f"`{name}`" in consumer["text"], consumer
     assert after is None
     assert "no relay" in refit["text"], "a client without a connection says so"
+
+
+def rehearse_differently(rank):
+    client = RefitClient(StateDictSource(lambda: {"w": torch.ones(3)}), RefitConfig(record="unused"))
+    client.take_baseline()
+    return error_of(client.rehearse, ("dense", "mixed")[rank]), error_of(client.rehearse, "mixed")
+
+
+def test_rehearsals_of_different_modes_are_refused(team):
+    one, two = team.run(rehearse_differently)
+    assert one == two
+    assert "['dense', 'mixed']" in one[0]["text"] and one[1] is None

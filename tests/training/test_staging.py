@@ -26,3 +26,33 @@ def test_views_stay_valid_for_as_long_as_chunks_are_held():
             for original, copy in zip(originals, copies, strict=True):
                 assert torch.equal(original, copy) and copy.is_contiguous()
                 assert copy.data_ptr() % copy.element_size() == 0
+
+
+def test_all_devices_of_a_chunk_are_waited_for(monkeypatch):
+    waited = []
+
+    class Stream:
+        def __init__(self, device):
+            self.device = device
+
+        def synchronize(self):
+            waited.append(str(self.device))
+
+    class Elsewhere:
+        """A tensor that says it is on a device."""
+
+        def __init__(self, device):
+            self.device = torch.device(device)
+
+        def detach(self):
+            return self
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    staging = Staging(100, pinned=False)
+    monkeypatch.setattr(staging, "_stage", lambda tensor: tensor)
+    for device in ("cuda:1", "cuda:0", "cuda:1"):
+        staging.copy(Elsewhere(device))
+    staging.finish()
+    assert sorted(waited) == ["cuda:0", "cuda:1"]
+    staging.finish()
+    assert len(waited) == 2, "a chunk of host tensors waits for no device"

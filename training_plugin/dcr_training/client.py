@@ -88,6 +88,9 @@ class RefitClient:
         if self._construction is None:
             raise RefitError("the refit client has no baseline: call initialize() or take_baseline() on every rank")
         began = time.monotonic()
+        modes = self._ranks.gather(mode)
+        if modes != [mode] * len(modes):
+            raise RefitError(f"modes {modes} of the training ranks: all must rehearse the same")
         self._settle(self._attempt(self._owner.rehearse, mode, keep))
         failure = self._construction.stream(mode)
         seconds = time.monotonic() - began
@@ -240,8 +243,9 @@ class RefitClient:
                 outcome = self._ended()
                 if outcome is not None:
                     mine = self._failure(outcome.reason, kind="follows")
-                elif time.monotonic() > deadline:
-                    mine = self._failure(f"owners were not prepared within {self.config.timeout_s:g} s")
+            if self._coordinator and mine is None and time.monotonic() > deadline:
+                # Also where this rank's own is: another may wait for ever.
+                mine = self._failure(f"owners were not prepared within {self.config.timeout_s:g} s")
             states = self._ranks.gather((mine, prepared and prepared["attempt"]))
             failures = [failure for failure, _ in states if failure is not None]
             attempts = {attempt for _, attempt in states}
@@ -335,4 +339,8 @@ class RefitClient:
             first = first_of(failures)
             fatal = out_of_step(failures, self._ranks.size)
             reason = f"training rank {first.rank}: {first.reason}"
+            if fatal:
+                # Nothing more can be agreed on.
+                self.close()
+                reason += "; training ranks have lost step: restart the job"
             raise RefitError(reason, rank=first.rank, tensor=first.tensor, fatal=fatal)

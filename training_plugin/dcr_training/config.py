@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+LONGEST_S = 1e8
+"""Three years: longer waits overflow what they are handed to."""
 APPLICATIONS = ("asynchronous", "synchronous")
 
 
@@ -53,6 +55,7 @@ class RefitConfig:
     """Payload bytes on their way, at most; None is the default of the native part."""
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         if not self.record:
             raise ValueError("refit configuration: `record` must name the file of the commit record")
         if isinstance(self.gates, str):
@@ -71,9 +74,19 @@ class RefitConfig:
                 raise ValueError(f"refit configuration: `{name}` is {getattr(self, name)}, not above 0")
         if self.threads < 0:
             raise ValueError(f"refit configuration: `threads` is {self.threads}, below 0")
+        if self.window_bytes is not None and self.window_bytes < 1:
+            raise ValueError(f"refit configuration: `window_bytes` is {self.window_bytes}, not above 0")
+
+    def _check_kinds(self) -> None:
+        """Numbers are numbers: a configuration file may hold text in their place."""
+        for name in ("receivers", "chunk_bytes", "bucket_bytes", "bucket_queue", "threads", "window_bytes"):
+            value = getattr(self, name)
+            if not (type(value) is int or (name == "window_bytes" and value is None)):
+                raise ValueError(f"refit configuration: `{name}` is {value!r}, not a whole number")
         for name in ("connect_timeout_s", "peers_timeout_s", "timeout_s", "source_grace_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"refit configuration: `{name}` is {getattr(self, name)}, not above 0")
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 < value <= LONGEST_S:
+                raise ValueError(f"refit configuration: `{name}` is {value!r}, not above 0 and at most {LONGEST_S:g}")
 
     @classmethod
     def from_mapping(cls, section: Mapping[str, Any]) -> "RefitConfig":

@@ -67,12 +67,7 @@ def _arriving(parts: list[Part], owner_of: dict[str, int], ranks: Any) -> Iterat
 
     All ranks go through all parts in the same order, so each send meets its receive.
     """
-    headers = ranks.gather(
-        [
-            (part.name, tuple(part.shape), tuple(part.offset), tuple(part.tensor.shape), part.tensor.dtype)
-            for part in parts
-        ]
-    )
+    headers = ranks.gather([part.header for part in parts])
     own = iter(parts)
     for rank, told in enumerate(headers):
         for header in told:

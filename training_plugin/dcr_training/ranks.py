@@ -185,7 +185,8 @@ def failure_of(rank: int, error: BaseException, *, tensor: str | None = None, ot
     """
     reason = told(error)
     named = getattr(error, "tensor", None)
-    if type(error).__name__ == "RefitError" and named is None and (tensor is None or f"`{tensor}`" not in reason):
+    about_attempt = tensor is None or (otherwise != "own" and f"`{tensor}`" not in reason)
+    if type(error).__name__ == "RefitError" and named is None and about_attempt:
         return Failure(rank, reason, kind=otherwise)
     tensor = named or tensor
     if tensor is not None and f"`{tensor}`" not in reason:
