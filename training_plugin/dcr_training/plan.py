@@ -5,6 +5,7 @@ Everything here is computed from what all ranks have told each other, so every r
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 
 from dcr_training import native
@@ -176,24 +177,36 @@ class Plan:
 
     def uncovered(self, catalog: Mapping[str, Meta]) -> str | None:
         """What is wrong with the cover of canonical tensors: each element of each must come from one place."""
-        covered: dict[str, dict[tuple, tuple]] = {}
+        # Copies on several ranks are one place: the same block in the account of the same task.
+        covered: dict[str, dict[Place, int]] = {}
         for index, row in self._rows():
             if index not in self.residual:
-                for _, each in row:
-                    for name, _, _, offset, extent in each.blocks:
-                        covered.setdefault(name, {})[offset] = extent
+                for rank, each in row:
+                    for number, (name, _, _, offset, extent) in enumerate(each.blocks):
+                        covered.setdefault(name, {}).setdefault((offset, extent, index, number), rank)
         for name, (shape, _) in catalog.items():
             if self.is_residual(name):
                 continue
-            blocks = covered.get(name, {})
-            elements = sum(prod(extent) for extent in blocks.values())
-            if elements != prod(shape) or not _disjoint(blocks):
+            places = covered.get(name, {})
+            overlap = _overlap([place for place in places if prod(place[1])])
+            if overlap:
+                one, other = (
+                    f"`{self._task_name(place[2])}` on training rank {places[place]} "
+                    f"(at {list(place[0])}, {list(place[1])} elements)"
+                    for place in overlap
+                )
+                return f"tensor `{name}`: the blocks of {one} and of {other} overlap; each element must come from one"
+            elements = sum(prod(extent) for _, extent, *_ in places)
+            if elements != prod(shape):
                 ranks = sorted({rank for rank in range(len(self.accounts)) if self._holds(rank, name)})
                 return (
                     f"tensor `{name}`: its shards cover {elements} of {prod(shape)} elements; "
                     f"they are held by training ranks {ranks}, the others have none of it"
                 )
         return None
+
+    def _task_name(self, index: int) -> str:
+        return next(account[index].name for account in self.accounts if account[index] is not None)
 
     def _holds(self, rank: int, name: str) -> bool:
         return any(each and each.shard and name in each.names for each in self.accounts[rank])
@@ -231,15 +244,25 @@ class Plan:
         self._affine_names = {name for names in affine for name in names}
 
 
-def _disjoint(blocks: Mapping[tuple, tuple]) -> bool:
-    """Whether blocks of one tensor, extents by offset, do not overlap."""
-    extents = set(blocks.values())
-    if len(extents) == 1:
-        extent = next(iter(extents))
-        return all(at % size == 0 for offset in blocks for at, size in zip(offset, extent, strict=True) if size)
-    ordered = sorted(blocks.items())
-    return not any(
-        all(a < b + more and b < a + size for a, size, b, more in zip(one, extent, other, another, strict=True))
-        for number, (one, extent) in enumerate(ordered)
-        for other, another in ordered[number + 1 :]
-    )
+Place = tuple[tuple[int, ...], tuple[int, ...], int, int]
+"""Where elements of a canonical tensor come from: offset and extent of a block, its task, and which of the task's."""
+
+
+def _overlap(places: Sequence[Place]) -> tuple[Place, Place] | None:
+    """Two blocks of one tensor that overlap, none of them empty; None where there are none."""
+    ordered = sorted(places)
+    same = next(((one, other) for one, other in pairwise(ordered) if one[0] == other[0]), None)
+    if same:
+        return same
+    extents = {extent for _, extent, *_ in ordered}
+    # Blocks of one size on its grid, as tensor parallelism cuts them, need not be compared with each other.
+    if len(extents) == 1 and all(
+        at % size == 0 for offset, extent, *_ in ordered for at, size in zip(offset, extent, strict=True)
+    ):
+        return None
+    for number, one in enumerate(ordered):
+        for other in ordered[number + 1 :]:
+            sides = zip(one[0], one[1], other[0], other[1], strict=True)
+            if all(a < b + more and b < a + size for a, size, b, more in sides):
+                return one, other
+    return None
