@@ -115,3 +115,30 @@ def test_unknown_modes_are_refused(mode):
     with pytest.raises(Exception, match="is not a mode"):
         client.rehearse(mode)
     client.close()
+
+
+def shard_otherwise(rank):
+    """Reasons of tensors whose placement is no plain sharding, and of one whose placement is."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Shard
+
+    class Interleaved(Shard):
+        """Called otherwise than what it derives from: its elements may lie in another order."""
+
+    mesh = init_device_mesh("cpu", (2,))
+    local = torch.ones(3, 2)
+    placed = {"sum": Partial(), "interleaved": Interleaved(0), "rows": Shard(0)}
+    weights = {name: DTensor.from_local(local, mesh, [how], run_check=False) for name, how in placed.items()}
+    source = StateDictSource(lambda: weights)
+    source.refresh()
+    return {task.name: (task.reason, task.projection is None, task.shard) for task in source.tasks()}
+
+
+def test_only_plain_shards_are_projected(team):
+    for rank, found in enumerate(team.run(shard_otherwise)):
+        for name in ("sum", "interleaved"):
+            reason, converted, shard = found[name]
+            assert converted and reason.startswith("sharded as "), name
+            # Ranks hold different parts, so none may pass for a copy of another's.
+            assert shard == f"{name}#{rank}"
+        assert found["rows"] == ("", False, f"rows@{3 * rank}.0")

@@ -91,10 +91,11 @@ def _residual(task: Any, surroundings: Surroundings) -> str:
     casts = getattr(task, "weight_dtype", None) is not None or getattr(mapping, "is_grouped_export", False)
     adapter = getattr(mapping, "is_adapter", False) or ".adapter." in name or ".to_wrap." in name
     against = {
+        # First: construction looks at the adapters' own parameters where it finds this reason.
+        ADAPTER: adapter,
         "the model's bridge has a custom export hook": surroundings.export_hook,
         "the task has a custom export hook": getattr(task, "export_hook", None) is not None,
         "the Bridge casts or groups it on export": casts,
-        ADAPTER: adapter,
         "a buffer, not a parameter": not isinstance(weight, torch.nn.Parameter),
         f"stored as {type(weight.data).__name__}": type(weight.data) is not torch.Tensor,
         "tied embedding": vocabulary and surroundings.tied,
