@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from dcr_training import native
+from dcr_training.accounts import account_of, catalog_difference, difference, disagreement, nbytes_of, without
 from dcr_training.config import RefitConfig
-from dcr_training.errors import RefitError
 from dcr_training.parts import Part, assemble, described
-from dcr_training.plan import Meta, Plan, Told, told
+from dcr_training.plan import Meta, Plan, Told
 from dcr_training.prefetch import Chunk
 from dcr_training.ranks import Failure, Ranks, attempt, failure_of, first_of
 from dcr_training.sources import WeightSource
@@ -69,7 +69,7 @@ class Construction:
                 self.source.refresh()
                 self._tasks = self.source.tasks()
                 known = bool(self.source.dependencies_known)
-                accounts = [_told(task) for task in self._tasks]
+                accounts = [account_of(task) for task in self._tasks]
 
         failure = self._agreed(self._attempt(tell))
         if failure is not None:
@@ -79,7 +79,7 @@ class Construction:
         if all(each is None for each in everybody):
             return None
         if None in everybody:
-            return self._failure(f"training ranks {_without(everybody)} have no conversion tasks, others do")
+            return self._failure(f"training ranks {without(everybody)} have no conversion tasks, others do")
         try:
             self.plan = Plan(everybody)
         except ValueError as error:
@@ -114,7 +114,7 @@ class Construction:
                 yield item
 
         def compare(index: int, task: ConversionTask, name: str, tensor: torch.Tensor) -> None:
-            reason = _difference(task, name, tensor)
+            reason = difference(task, name, tensor)
             if reason:
                 self._differences.setdefault(index, reason)
 
@@ -141,7 +141,7 @@ class Construction:
             catalogs = self.ranks.gather(self._order)
             for rank, catalog in enumerate(catalogs):
                 if catalog != catalogs[0]:
-                    return self._failure(_catalog_difference(rank, catalog, catalogs[0]))
+                    return self._failure(catalog_difference(rank, catalog, catalogs[0]))
         self.catalog.update(self._order)
         if len(dict(self._order)) < len(self._order):
             return self._failure("the weight source yields a tensor name twice")
@@ -172,7 +172,7 @@ class Construction:
         return None if reason is None else self._failure(reason)
 
     def _assign(self) -> Failure | None:
-        sizes = {name: _nbytes(*meta) for name, meta in self.catalog.items()}
+        sizes = {name: nbytes_of(*meta) for name, meta in self.catalog.items()}
         if self.plan is not None:
             self.plan.assign(self.catalog, sizes, self.ranks.size)
             self._canonical_owner = self.plan.canonical_owner
@@ -309,19 +309,13 @@ class Construction:
         else:
             failure = self._walks.alone([(name, task.read) for name, task in held.items()], look_at_chunk)
         everybody = self.ranks.gather(mine)
-        return failure or self._disagreement(everybody)
-
-    def _disagreement(self, everybody: list[dict[str, bytes]]) -> Failure | None:
-        names = {task.shard: task.name for task in self._tasks if task is not None}
-        first: dict[str, int] = {}
-        for rank, found in enumerate(everybody):
-            for shard, fingerprint in found.items():
-                other = first.setdefault(shard, rank)
-                if everybody[other][shard] != fingerprint:
-                    name = names.get(shard, shard)
-                    reason = f"tensor `{name}`: training ranks {other} and {rank} hold copies that differ in their bits"
-                    return self._failure(reason, tensor=name)
-        return None
+        differing = disagreement(everybody)
+        if failure is not None or differing is None:
+            return failure
+        shard, one, other = differing
+        name = {task.shard: task.name for task in self._tasks if task is not None}.get(shard, shard)
+        reason = f"tensor `{name}`: training ranks {one} and {other} hold copies that differ in their bits"
+        return self._failure(reason, tensor=name)
 
     # Walking the source.
 
@@ -416,40 +410,3 @@ class Construction:
 
     def _failure(self, reason: str, **more: Any) -> Failure:
         return Failure(self.ranks.rank, reason, **more)
-
-
-def _told(task: ConversionTask | None) -> Told | None:
-    """This rank's account of a task; an error names it."""
-    try:
-        return told(task)
-    except Exception as error:
-        reason = f"tensor `{task.name}`: its shard can't be read: {type(error).__name__}: {error}"
-        raise RefitError(reason, tensor=task.name) from error
-
-
-def _difference(task: ConversionTask, name: str, tensor: torch.Tensor) -> str | None:
-    """How a shard differs from the canonical tensor that its task converts to."""
-    shard = task.read().detach().cpu().contiguous()
-    try:
-        at = task.projection.first_difference(described(task.name, shard), described(name, tensor))
-    except ValueError as error:
-        return str(error)
-    return None if at is None else f"the conversion to `{name}` changes bits, at element {at}"
-
-
-def _without(everybody: list) -> list[int]:
-    return [rank for rank, each in enumerate(everybody) if each is None]
-
-
-def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
-    elements = 1
-    for size in shape:
-        elements *= size
-    return elements * getattr(torch, dtype.removeprefix("torch.")).itemsize
-
-
-def _catalog_difference(rank: int, catalog: list, first: list) -> str:
-    for mine, other in zip(catalog, first, strict=False):
-        if mine != other:
-            return f"the weight source yields {mine} on rank {rank} where rank 0 has {other}"
-    return f"the weight source yields {len(catalog)} tensors on rank {rank} and {len(first)} on rank 0"

@@ -83,7 +83,7 @@ class Prefetch:
             with torch.no_grad(), on_stream:
                 self._iterate(end)
         except BaseException as caught:  # the caller raises it, on every rank
-            end.error, end.complete = caught, False
+            end.error, end.tensor, end.complete = caught, None, False
         self._put(end)
 
     def _iterate(self, end: End) -> None:
