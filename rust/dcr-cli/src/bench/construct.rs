@@ -94,6 +94,7 @@ fn print_model(model: &Value) {
             mode["payload_bytes"],
         );
     }
+    println!("{}", model["note"].as_str().unwrap_or(""));
     println!(
         "direct projection is {:.2} x faster than full conversion (F over P); XOR payloads are {:.0}% smaller (X to P)",
         number(model, "full_over_projected"),
