@@ -178,3 +178,22 @@ def test_rehearsals_of_different_modes_are_refused(team):
     one, two = team.run(rehearse_differently)
     assert one == two
     assert "['dense', 'mixed']" in one[0]["text"] and one[1] is None
+
+
+class ReadsAhead(Shards):
+    """On rank 1 it can't be told which task a converted tensor is of."""
+
+    def convert(self, selected):
+        for index, name, tensor in super().convert(selected):
+            yield index if self.at == 0 else None, name, tensor
+
+
+def plan_with_reading_ahead(rank):
+    client = RefitClient(ReadsAhead(rank), RefitConfig(record="unused"))
+    client.take_baseline()
+    return client.plan.dependencies_known, sorted(client.plan.residual)
+
+
+def test_ranks_come_to_one_plan(team):
+    # What one rank does not know, none relies on: they would convert different tasks, and wait for each other.
+    assert team.run(plan_with_reading_ahead) == [(False, [1, 3, 5])] * 2

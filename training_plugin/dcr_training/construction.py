@@ -136,8 +136,7 @@ class Construction:
 
     def _agree_on_catalog(self) -> Failure | None:
         """A tensor that only some ranks yield could be missed by its owner, and would be in no refit."""
-        digest = hashlib.blake2b(repr(self._order).encode()).digest()
-        if len(set(self.ranks.gather(digest))) > 1:
+        if len(set(self.ranks.gather(_digest(self._order)))) > 1:
             catalogs = self.ranks.gather(self._order)
             for rank, catalog in enumerate(catalogs):
                 if catalog != catalogs[0]:
@@ -158,7 +157,11 @@ class Construction:
         """Tasks whose conversion is not what their index map says become residual, on all ranks."""
         if self.plan is None:
             return None
-        for index, name in self._produced:
+        produced = self._produced
+        if len(set(self.ranks.gather(_digest(produced)))) > 1:
+            # All ranks must come to the same plan, also where the Bridge reads ahead on some.
+            produced = [pair for each in self.ranks.gather(produced) for pair in each]
+        for index, name in produced:
             if index is None:
                 self.plan.dependencies_known = False
             else:
@@ -410,3 +413,8 @@ class Construction:
 
     def _failure(self, reason: str, **more: Any) -> Failure:
         return Failure(self.ranks.rank, reason, **more)
+
+
+def _digest(told: list) -> bytes:
+    """What is compared in place of a long list: names and shapes, the same where it is."""
+    return hashlib.blake2b(repr(told).encode()).digest()
