@@ -142,3 +142,35 @@ def test_only_plain_shards_are_projected(team):
             # Ranks hold different parts, so none may pass for a copy of another's.
             assert shard == f"{name}#{rank}"
         assert found["rows"] == ("", False, f"rows@{3 * rank}.0")
+
+
+class Spoiling(StateDictSource):
+    """Its conversion changes one element, of which rank 1 alone holds the shard."""
+
+    def convert(self, selected):
+        for index, name, tensor in super().convert(selected):
+            spoiled = tensor.clone()
+            if name == "spoiled":
+                spoiled[4, 1] += 1
+            yield index, name, spoiled
+
+
+def spoil_the_other_half(rank):
+    """Why tasks are residual on this rank, and what is sent of an unchanged model."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    names = ("spoiled", "good")
+    weights = {name: distribute_tensor(torch.ones(6, 2), mesh, [Shard(0)]) for name in names}
+    client = RefitClient(Spoiling(lambda: weights), RefitConfig(record="unused"))
+    client.take_baseline()
+    residual = dict(client.plan.residual)
+    return residual, emit(client)[1]
+
+
+def test_a_difference_that_one_rank_finds_counts_on_all(team):
+    found = team.run(spoil_the_other_half)
+    # By its canonical index: row 4 of two columns, element 1.
+    expected = {0: "the conversion to `spoiled` changes bits, at element 9"}
+    assert found == [(expected, []), (expected, [])]
